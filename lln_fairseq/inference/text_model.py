@@ -386,7 +386,7 @@ def load_text_model(
             given) a tokenizer.
         tokenizer: a value of `--tokenizer` of data_prep. Default: the tokenizer next to the dictionaries.
         int8: compute the linear layers of the encoder in 8 bits, which is faster and less exact. The model stays on the
-            CPU. If it is moved to a GPU, it computes in float32.
+            CPU. On a GPU, with gradients, and under autocast or torch.compile, it computes as without int8.
 
     Raises:
         InputError: if the checkpoint is missing, damaged or for a task without text, or there is no tokenizer that

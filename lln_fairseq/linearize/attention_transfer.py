@@ -12,8 +12,8 @@ are learned at the same time.
 
 Each layer has its own loss, and its input is always the teacher's hidden states. The loss is ‖W (o - o')‖² / ‖W o'‖²,
 summed over the tokens that are not padding. Here o is the output of the student's heads, o' is the output of the
-teacher's heads, and W is the output projection. The loss of Hedgehog (arXiv 2402.04347) compares attention weights
-instead: `weight_divergence`.
+teacher's heads, and W is the output projection. For Hedgehog there is also the loss of its paper (arXiv 2402.04347),
+which compares attention weights: `weight_divergence`.
 
 In shapes, B is the number of texts in a batch, H the number of heads, N the number of tokens per text, D the number of
 features per head, and C the size of the hidden states.
@@ -147,10 +147,10 @@ def relative_error(out: Tensor, teacher: AttentionCall, projection: Tensor) -> T
 
 
 def weight_divergence(weights: Tensor, teacher: AttentionCall) -> Tensor:
-    """Compute the KL divergence of a student's attention weights from the teacher's, in nats.
+    """Compute the divergence KL(teacher ‖ student) between attention weights, in nats.
 
     It is the mean over the heads and the tokens that are not padding. Its gradient is that of the cross-entropy, the
-    loss of Hedgehog (arXiv 2402.04347, section 4.2).
+    loss of Hedgehog (arXiv 2402.04347, section 4.2). The matrices take memory quadratic in the number of tokens.
 
     Args:
         weights: the student's attention matrix (B, H, N, N)

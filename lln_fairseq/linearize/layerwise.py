@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from lln_fairseq.attention import Attention, build_attention
+from lln_fairseq.attention import build_attention
 from lln_fairseq.attention.segments import first_segment_lengths
 from lln_fairseq.checkpoints.pooling import Pooling, pool_hidden_states
 from lln_fairseq.errors import InputError
@@ -28,7 +28,7 @@ from lln_fairseq.linearize.progress_bar import progress_bar
 SEED = 5  # seed of the held-out texts
 TOKENS_PER_BATCH = 4096  # tokens of a held-out batch, approximately
 OUTPUT_LOSS = "outputs"  # the students are trained on the outputs of the teacher's attentions
-WEIGHT_LOSS = "weights"  # on their attention weights
+WEIGHT_LOSS = "weights"  # on their attention weights, as in the paper of Hedgehog
 LOSSES = (OUTPUT_LOSS, WEIGHT_LOSS)
 
 
@@ -55,10 +55,9 @@ class Students(LayerwiseTrainer):
             steps: the number of updates
             seed: the seed of the random batches, and of the initial parameters of the attentions; torch's global
                 generator is set to it
-            loss: OUTPUT_LOSS or WEIGHT_LOSS
+            loss: OUTPUT_LOSS or, for hedgehog, WEIGHT_LOSS
 
-        Raises: InputError if the attention has no such option, an option has a value that is not allowed, or the loss
-            is WEIGHT_LOSS and the attention has no matrix of weights with a gradient.
+        Raises: InputError if the attention has no such option, or an option has a value that is not allowed.
         """
         self.model = model
         self.layers = list(model.encoder.sentence_encoder.layers)
@@ -72,8 +71,6 @@ class Students(LayerwiseTrainer):
         for number, module in enumerate(attentions):
             module.set_depth(number, len(attentions))
         self.loss = loss
-        if loss == WEIGHT_LOSS:
-            require_trainable_weights(attentions[0], attention, teacher.head_dim)
         self.students = [Student(module, teacher.num_heads, teacher.head_dim).eval() for module in attentions]
         super().__init__(nn.ModuleList(self.students).to(teacher.q_proj.weight.device), lr, steps, seed)
 
@@ -154,13 +151,6 @@ class Students(LayerwiseTrainer):
                 if name.removeprefix(prefix).startswith(("q_proj.", "k_proj.", "attention.")):
                     changed[name] = parameter.cpu()
         return changed
-
-
-def require_trainable_weights(attention: Attention, name: str, head_dim: int) -> None:
-    """Raise InputError if gradients do not flow through the attention's matrix of weights, or if it has none."""
-    q = torch.ones(1, attention.num_heads, 2, head_dim, requires_grad=True)
-    if not attention.has_matrix or not attention.attention_matrix(q, q).requires_grad:
-        raise InputError(f"{name} has no attention weights to train: leave out --loss {WEIGHT_LOSS}")
 
 
 @dataclass

@@ -45,7 +45,7 @@ from lln_fairseq.linearize.attention_transfer import TokenStream
 from lln_fairseq.linearize.dev_scores import DevScores, format_score
 from lln_fairseq.linearize.distillation import Distillation
 from lln_fairseq.linearize.finetuning import Finetuning
-from lln_fairseq.linearize.layerwise import LOSSES, OUTPUT_LOSS, HeldOutSet, Students
+from lln_fairseq.linearize.layerwise import LOSSES, OUTPUT_LOSS, WEIGHT_LOSS, HeldOutSet, Students
 from lln_fairseq.linearize.progress import Progress
 from lln_fairseq.linearize.reports import DevReport, HeldOutReport
 from lln_fairseq.linearize.task_rows import TaskRows
@@ -359,8 +359,8 @@ def main(argv: list[str]) -> None:
         "--loss",
         choices=LOSSES,
         default=OUTPUT_LOSS,
-        help="of the transfer: the error of the attention's outputs, or the divergence of its weights, as for Hedgehog "
-        "(default: %(default)s)",
+        help="of the transfer: the error of the attention's outputs or, with --attention hedgehog, the divergence of "
+        "its weights (default: %(default)s)",
     )
     parser.add_argument(
         "--softmax-layers",
@@ -413,6 +413,8 @@ def main(argv: list[str]) -> None:
         parser.error(f"--evaluate-rows must be at least 1, got {args.evaluate_rows}")
     if args.evaluate_texts is not None and args.evaluate_texts < 2:
         parser.error(f"--evaluate-texts must be at least 2, to compare neighbors, got {args.evaluate_texts}")
+    if args.loss == WEIGHT_LOSS and args.attention != "hedgehog":
+        parser.error(f"--loss {WEIGHT_LOSS} is for --attention hedgehog")
     if not all(0 < lr < math.inf for lr in (args.lr, args.distill_lr, args.finetune_lr)):
         parser.error("--lr, --distill-lr and --finetune-lr must be positive and finite")
     if not 0 <= args.seed < 2**64:

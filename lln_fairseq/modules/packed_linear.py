@@ -103,6 +103,7 @@ class Int8Linear(PackedLinear):
 
     Weights have one scale for each output feature and 7 bits, so that no processor overflows. The inputs are quantized
     at each call, with one scale for each token, so that the result of a token does not depend on the other tokens.
+    Where PackedLinear computes as nn.Linear, so does this class.
 
     `quantize_linear_layers` turns the linear layers of a model into this class.
     """

@@ -5,7 +5,8 @@
 The models get token ids, first a single sequence of each length, and then many sequences of mixed lengths, which are
 padded in batches. The loaded models run in float32 and in 8 bits, and so do the exported ones in onnxruntime, if it is
 installed. transformers uses torch's fused softmax attention (sdpa). onnxruntime holds all attention weights of softmax,
-which takes more than 10 GB for 8,192 tokens: leave that model out with --without "onnxruntime, softmax".
+which takes more than 10 GB for 8,192 tokens: leave those models out with --without "onnxruntime, softmax"
+"onnxruntime, softmax, 8 bits".
 
 The models have random weights and two classes, and nothing is downloaded. Before anything is timed, the logits of the
 exported models are compared with those of the loaded ones: a difference raises RuntimeError, except with 8 bits. All
