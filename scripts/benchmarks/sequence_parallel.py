@@ -122,6 +122,9 @@ def run_worker(rank: int, args: argparse.Namespace, tokens: int, directory: str)
         run(x)
         seconds.append(time.perf_counter() - start)
     Path(directory, f"{rank}.json").write_text(json.dumps({"seconds": seconds, "peak": peak, "sent": sum(sent)}))
+    # Otherwise, gloo's threads may abort the process while Python ends (pytorch/pytorch#179291).
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def measure_length(args: argparse.Namespace, tokens: int) -> Row:
