@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lln_fairseq.attention.layers import EncoderLayer, register_layer
 from lln_fairseq.attention.registry import option
 from lln_fairseq.ops.dtypes import compute_dtype
+from lln_fairseq.ops.rotary import rotary_factors, rotate
 
 FORMS = ("chunked", "quadratic")
 INITIAL_STD = 0.02
@@ -87,7 +88,9 @@ class GatedAttentionUnit(nn.Module):
         if key_padding_mask is not None:
             v = v.masked_fill(key_padding_mask[:, :, None], 0.0)
             num_real = (~key_padding_mask).sum(dim=1).clamp(min=1).to(num_real.dtype)[:, None, None]
-        projections = rotary_embedding(shared[:, :, None] * self.scales + self.offsets)
+        positions = torch.arange(x.shape[1], device=x.device)[:, None]
+        factors = rotary_factors(positions, self.config.key_dim, compute_dtype(x.dtype))
+        projections = rotate(shared[:, :, None] * self.scales + self.offsets, factors)
         if self.config.form == "quadratic":
             q, k = projections.unbind(dim=2)
             attended = self._weights(q, k, 1 / num_real) @ v
@@ -152,26 +155,3 @@ class FlashLayer(EncoderLayer):
     ) -> None:
         units = [GatedAttentionUnit(config, dim, attention_dropout, activation_dropout) for _ in range(config.units)]
         super().__init__(units, dropout)
-
-
-def rotary_embedding(x: Tensor) -> Tensor:
-    """Apply the rotary position embedding (Su et al. 2021, arXiv 2104.09864).
-
-    At position i, counted from 0, the features f and f + s/2 are rotated by the angle i · 10000^(-2f/s). Angles are
-    computed in float32, or in float64 if x is float64.
-
-    Args:
-        x: (B, N, P, s): P vectors for each of N tokens. s must be even.
-
-    Returns:
-        (B, N, P, s) in the dtype of x.
-    """
-    half = x.shape[-1] // 2
-    dtype = compute_dtype(x.dtype)
-    position = torch.arange(x.shape[1], device=x.device).to(dtype)
-    frequency = torch.arange(half, device=x.device).to(dtype)
-    angle = (position[:, None] * 10000.0 ** (-frequency / half))[:, None]
-    first = x[..., :half]
-    second = x[..., half:]
-    rotated = (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin())
-    return torch.cat(rotated, dim=-1).to(x.dtype)

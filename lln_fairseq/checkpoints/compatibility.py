@@ -48,6 +48,10 @@ def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, p
     check_sizes(state, options, path)
     if "attention" not in options or not stored:
         return
+    rotary = options.get("rotary", False)
+    stored_rotary = stored.get("rotary", False)
+    if rotary != stored_rotary:
+        logger.warning(f"{path} was trained with rotary = {stored_rotary}, here it is {rotary}")
     name = options["attention"]
     stored_name = stored.get("attention", STOCK_ATTENTION)
     if name != stored_name:

@@ -48,6 +48,7 @@ REQUIRED_OPTIONS = {  # the options of which Hugging Face's RoBERTa supports a s
     "pooling": "first",
     "pooler_dim": None,
     "two_towers": False,
+    "rotary": False,
 }
 ATTENTION_PREFIX = "self_attn.attention."  # of the attention's own parameters in a layer
 

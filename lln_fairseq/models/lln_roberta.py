@@ -70,6 +70,10 @@ class RobertaConfig(FairseqDataclass):
         default="random",
         metadata={"help": "initial values of the position embeddings: N(0, 0.02), or sinusoids of that deviation"},
     )
+    rotary: bool = field(
+        default=False,
+        metadata={"help": "rotary position embedding of queries and keys, besides the embeddings added to the input"},
+    )
     max_positions: Optional[int] = field(
         default=None, metadata={"help": "number of position embeddings; default: tokens per sample of the task"}
     )

@@ -59,17 +59,24 @@ class LLNEncoderLayer(TransformerEncoderLayerBase):
         attention: the registered name of the attention.
         options: the options of the attention. They are passed separately because TransformerConfig drops keys that it
             does not know.
+        rotary: apply the rotary position embedding to queries and keys.
         feed_forward_tokens: compute the feed-forward part for about this many tokens at a time, and again in the
             backward pass. Only one piece of its inner activations, which are most of a layer's memory, then exists at
             any time. 0: compute it for all tokens at once.
     """
 
     def __init__(
-        self, cfg: TransformerConfig, attention: str, options: dict[str, Any], feed_forward_tokens: int = 0
+        self,
+        cfg: TransformerConfig,
+        attention: str,
+        options: dict[str, Any],
+        rotary: bool = False,
+        feed_forward_tokens: int = 0,
     ) -> None:
         # super().__init__ calls build_self_attention, which reads these.
         self.attention_name = attention
         self.attention_options = options
+        self.rotary = rotary
         self.feed_forward_tokens = feed_forward_tokens
         super().__init__(cfg)
         # In evaluation fairseq 0.12.2 would otherwise use PyTorch's fused layer in place of the attention.
@@ -136,6 +143,7 @@ class LLNEncoderLayer(TransformerEncoderLayerBase):
             dropout=cfg.attention_dropout,
             q_noise=self.quant_noise,
             qn_block_size=self.quant_noise_block_size,
+            rotary=self.rotary,
         )
 
 
@@ -160,7 +168,7 @@ class LLNTransformerEncoder(TransformerEncoder):
     layers, the encoder always has a layer norm after the last one.
 
     Args:
-        args: fairseq's options of the model, plus `feed_forward_tokens` and `softmax_layers`.
+        args: fairseq's options of the model, plus `feed_forward_tokens`, `softmax_layers` and `rotary`.
         dictionary: the dictionary of the input tokens.
         embed_tokens: the embedding of the tokens.
         attention: the registered name of the mechanism.
@@ -179,6 +187,7 @@ class LLNTransformerEncoder(TransformerEncoder):
         # super().__init__ calls build_encoder_layer, which reads these.
         self.attention_name = attention
         self.attention_options = options
+        self.rotary = args.rotary
         self.feed_forward_tokens = args.feed_forward_tokens
         self.softmax_layers = parse_softmax_layers(args.softmax_layers, args.encoder_layers, attention)
         self.layers_built = 0
@@ -202,10 +211,15 @@ class LLNTransformerEncoder(TransformerEncoder):
         """
         self.shard = shard
         group = None
+        positions = None
         if shard is not None:
             group = shard.group
-        for module in self._attentions():
-            module.group = group
+            positions = shard.positions - (self.padding_idx + 1)  # position 0 has this row in the table
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.group = group
+            elif isinstance(module, LLNMultiheadAttention):
+                module.positions = positions
 
     def forward_embedding(self, src_tokens: Tensor, token_embedding: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Embed tokens and positions, as fairseq does, but with the positions of the shard if there is one.
@@ -263,9 +277,10 @@ class LLNTransformerEncoder(TransformerEncoder):
         if self.attention_name in LAYER_REGISTRY:
             layer = self._build_replacement_layer(cfg)
         elif is_softmax:
-            layer = LLNEncoderLayer(cfg, SOFTMAX, {}, self.feed_forward_tokens)
+            layer = LLNEncoderLayer(cfg, SOFTMAX, {}, self.rotary, self.feed_forward_tokens)
         else:
-            layer = LLNEncoderLayer(cfg, self.attention_name, self.attention_options, self.feed_forward_tokens)
+            options = self.attention_options
+            layer = LLNEncoderLayer(cfg, self.attention_name, options, self.rotary, self.feed_forward_tokens)
         # The rest is copied from fairseq's build_encoder_layer.
         if cfg.checkpoint_activations:
             layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
@@ -280,6 +295,8 @@ class LLNTransformerEncoder(TransformerEncoder):
             reject_layer_mechanism(self.attention_name, "does not support feed_forward_tokens")
         if cfg.quant_noise.pq:
             reject_layer_mechanism(self.attention_name, "does not support quant_noise_pq")
+        if self.rotary:
+            reject_layer_mechanism(self.attention_name, "does not support rotary")
         return build_layer(
             self.attention_name,
             dim=cfg.encoder.embed_dim,

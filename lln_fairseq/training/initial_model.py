@@ -47,6 +47,7 @@ LAYER_OPTIONS = (
     "layernorm_embedding",
     "layer_norm_eps",
     "untie_weights_roberta",
+    "rotary",
 )
 
 

@@ -467,6 +467,7 @@ def test_added_tokens_and_prefix_space_are_exported(kind, tmp_path):
         (("--attention", "performer"), "performer cannot be exported: choose from softmax, lln, lln_diag"),
         (("--attention", "softmax", "--activation-fn", "relu"), "activation_fn=relu cannot be exported"),
         (("--attention", "lln", "--pooling", "mean"), "pooling=mean cannot be exported"),
+        (("--attention", "lln", "--rotary"), "rotary=True cannot be exported"),
     ],
 )
 def test_unsupported_model_is_rejected(options, message, pretrain, tmp_path, capsys):

@@ -374,6 +374,15 @@ def test_teacher_without_softmax_is_rejected(teacher, tmp_path, monkeypatch, cap
     assert "has lln_diag attention, but a teacher must have softmax" in capsys.readouterr().err
 
 
+def test_teacher_with_rotary_positions_is_rejected(teacher, tmp_path, monkeypatch, capsys):
+    options = (*MASKED_LM, *LLN, "--attention", "softmax", "--rotary", "--max-update", 1)
+    train(monkeypatch, tmp_path / "log", teacher[1], tmp_path / "run", *options)
+
+    assert run(tmp_path / "run" / "checkpoint_last.pt", teacher[1], tmp_path / "out") == 1
+
+    assert "has rotary positions, which linearize does not support" in capsys.readouterr().err
+
+
 def test_seed_out_of_range_is_rejected(teacher, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run(*teacher, tmp_path / "out", "--seed", "99999999999999999999999")

@@ -1,0 +1,40 @@
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864)."""
+
+import torch
+from torch import Tensor
+
+BASE = 10000.0  # the rotation of the features f and f + D/2 has a period of 2π · BASE^(2f/D) tokens
+
+
+def rotary_factors(positions: Tensor, features: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Compute the cosines and sines of the angles p · 10000^(-2f/D) for positions p and features f < D/2.
+
+    Args:
+        positions: the positions p of tokens, of any shape (...).
+        features: D, the number of features to rotate. It must be even.
+        dtype: the dtype of the result, float32 or float64. In half precision, angles would be wrong by several turns.
+
+    Returns:
+        The cosines and the sines, each (..., D/2).
+    """
+    half = features // 2
+    frequencies = BASE ** (-torch.arange(half, device=positions.device).to(dtype) / half)
+    angles = positions.to(dtype)[..., None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the features f and f + D/2 of every vector by the angle of its position.
+
+    The dot product of two rotated vectors then depends on their positions only through the difference of the two.
+
+    Args:
+        x: vectors (..., D).
+        factors: cosines and sines from `rotary_factors`, which broadcast to (..., D/2).
+
+    Returns:
+        (..., D), contiguous, in the dtype of x.
+    """
+    cos, sin = factors
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -1,0 +1,127 @@
+"""Models with rotary positions: computed, trained, resumed, converted and refused."""
+
+import pytest
+import torch
+
+from lln_fairseq.__main__ import main
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
+from lln_fairseq.errors import InputError
+from lln_fairseq.inference.loading import load_model
+from lln_fairseq.modules.multihead_attention import LLNMultiheadAttention
+from tests.conversion.sources import add_noise, compute_logits, padded_batch
+from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, assert_resumes_exactly, train
+from tests.models.small_model import build_model
+from tests.ops.test_rotary import rotate_pairwise
+
+ROTARY = (*MASKED_LM, *LLN, "--rotary")
+PAD = 1
+
+
+def rotated_heads(x, positions):
+    """Split x (T, B, 2 · D) into heads, (B, 2, T, D), and rotate each token by its position in positions (B, T)."""
+    heads = x.unflatten(-1, (2, -1)).permute(1, 2, 0, 3).clone()
+    for b in range(heads.shape[0]):
+        for h in range(heads.shape[1]):
+            for t in range(heads.shape[2]):
+                heads[b, h, t] = rotate_pairwise(heads[b, h, t], positions[b][t])
+    return heads
+
+
+@pytest.mark.parametrize("attention", ["softmax", "lln", "lln_diag"])
+@pytest.mark.parametrize("case", ["whole", "padded", "shard"])
+def test_queries_and_keys_are_rotated(attention, case):
+    torch.manual_seed(0)
+    module = LLNMultiheadAttention(12, 2, attention, {}, max_positions=16, rotary=True).double().eval()
+    x = torch.randn(7, 2, 12, dtype=torch.float64)
+    mask = None
+    positions = 2 * [list(range(7))]
+    if case == "padded":
+        mask = torch.zeros(2, 7, dtype=torch.bool)
+        mask[0, 5:] = True
+        mask[1, :3] = True
+        positions = [list(range(7)), [0, 0, 0, 0, 1, 2, 3]]
+    if case == "shard":
+        positions = [list(range(30, 37)), list(range(4, 11))]
+        module.positions = torch.tensor(positions)
+
+    out, _ = module(x, key_padding_mask=mask)
+
+    q = rotated_heads(module.q_proj(x), positions)
+    k = rotated_heads(module.k_proj(x), positions)
+    v = module.v_proj(x).unflatten(-1, (2, -1)).permute(1, 2, 0, 3)
+    expected = module.out_proj(module.attention(q, k, v, mask).permute(2, 0, 1, 3).flatten(2))
+    real = torch.ones(7, 2, dtype=torch.bool) if mask is None else ~mask.T
+    torch.testing.assert_close(out[real], expected[real])
+
+
+def test_softmax_layers_are_rotated_too():
+    options = dict(attention="lln", softmax_layers="1")
+    model = build_model(**options, rotary=True)
+    assert [layer.self_attn.rotary for layer in model.encoder.sentence_encoder.layers] == [True, True]
+    assert model.state_dict().keys() == build_model(**options).state_dict().keys()
+
+
+@pytest.mark.parametrize("attention", ["softmax", "lln", "elu"])
+def test_padding_on_the_left_has_no_influence(attention):
+    model = build_model(attention=attention, rotary=True)
+    tokens = torch.randint(4, 60, (1, 20), generator=torch.Generator().manual_seed(0))
+    padded = torch.cat([torch.full((1, 5), PAD), tokens], dim=1)
+    torch.testing.assert_close(model(padded)[0][:, 5:], model(tokens)[0])
+
+
+def test_recomputed_layers_give_the_same_gradients():
+    tokens = padded_batch(64)
+    gradients = []
+    for recompute in (False, True):
+        model = build_model(attention="lln_diag", rotary=True, checkpoint_activations=recompute).train()
+        torch.manual_seed(1)
+        model(tokens)[0].square().mean().backward()
+        gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_heads_with_an_odd_number_of_features_are_rejected():
+    with pytest.raises(InputError, match="rotary positions need heads with an even number of features, got 5"):
+        build_model(encoder_embed_dim=10, rotary=True)
+
+
+@pytest.mark.parametrize("name", ["flash", "tnn"])
+def test_mechanisms_that_replace_layers_are_rejected(name):
+    with pytest.raises(InputError, match=f"{name} replaces the whole encoder layer, and does not support rotary"):
+        build_model(attention=name, rotary=True)
+
+
+def test_resumed_run_continues_exactly(corpus, tmp_path, monkeypatch):
+    assert_resumes_exactly(monkeypatch, tmp_path, corpus, *ROTARY)
+
+
+def test_run_of_an_older_version_cannot_become_rotary(corpus, tmp_path, monkeypatch):
+    options = (*MASKED_LM, *LLN)
+    train(monkeypatch, tmp_path / "log", corpus, tmp_path / "run", *options, "--max-update", 1)
+    path = tmp_path / "run/checkpoint_last.pt"
+    state = torch.load(path)
+    del state["cfg"]["model"]["rotary"]
+    torch.save(state, path)
+    with pytest.raises(InputError, match=r"model\.rotary = False in the checkpoint, now True"):
+        train(monkeypatch, tmp_path / "log", corpus, tmp_path / "run", *options, "--rotary", "--max-update", 2)
+    train(monkeypatch, tmp_path / "log", corpus, tmp_path / "run", *options, "--max-update", 2)
+
+
+def test_fine_tuning_names_a_difference(corpus, task_data, tmp_path, monkeypatch, caplog):
+    train(monkeypatch, tmp_path / "log", corpus, tmp_path / "run", *ROTARY, "--max-update", 1)
+    start = ("--finetune-from-model", tmp_path / "run/checkpoint_last.pt", "--max-update", 1)
+    train(monkeypatch, tmp_path / "log", task_data, tmp_path / "task", *CLASSIFICATION, *LLN, *start)
+    assert any("was trained with rotary = True, here it is False" in message for message in caplog.messages)
+
+
+def test_conversion_keeps_the_rotation(corpus, tmp_path, monkeypatch):
+    train(monkeypatch, tmp_path / "log", corpus, tmp_path / "run", *ROTARY, "--max-update", 1)
+    source = add_noise(tmp_path / "run/checkpoint_last.pt")
+    arguments = ["convert", str(source), "--dictionary", str(corpus / "dict.txt")]
+    assert main([*arguments, str(tmp_path / "out"), "--attention", "lln_diag"]) == 0
+    assert load_checkpoint_lazily(str(tmp_path / "out/model.pt"))["cfg"]["model"]["rotary"] is True
+    assert torch.equal(
+        compute_logits(tmp_path / "out/model.pt", padded_batch()), compute_logits(source, padded_batch())
+    )
+    model, _ = load_model(str(source), str(corpus))
+    assert model.encoder.sentence_encoder.layers[0].self_attn.rotary
