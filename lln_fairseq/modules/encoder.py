@@ -59,10 +59,10 @@ class LLNEncoderLayer(TransformerEncoderLayerBase):
         attention: the registered name of the attention.
         options: the options of the attention. They are passed separately because TransformerConfig drops keys that it
             does not know.
-        rotary: apply the rotary position embedding to queries and keys.
         feed_forward_tokens: compute the feed-forward part for about this many tokens at a time, and again in the
             backward pass. Only one piece of its inner activations, which are most of a layer's memory, then exists at
             any time. 0: compute it for all tokens at once.
+        rotary: apply the rotary position embedding to queries and keys.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class LLNEncoderLayer(TransformerEncoderLayerBase):
         cfg: TransformerConfig,
         attention: str,
         options: dict[str, Any],
-        rotary: bool = False,
         feed_forward_tokens: int = 0,
+        rotary: bool = False,
     ) -> None:
         # super().__init__ calls build_self_attention, which reads these.
         self.attention_name = attention
         self.attention_options = options
-        self.rotary = rotary
         self.feed_forward_tokens = feed_forward_tokens
+        self.rotary = rotary
         super().__init__(cfg)
         # In evaluation fairseq 0.12.2 would otherwise use PyTorch's fused layer in place of the attention.
         self.can_use_fastpath = False
@@ -277,10 +277,10 @@ class LLNTransformerEncoder(TransformerEncoder):
         if self.attention_name in LAYER_REGISTRY:
             layer = self._build_replacement_layer(cfg)
         elif is_softmax:
-            layer = LLNEncoderLayer(cfg, SOFTMAX, {}, self.rotary, self.feed_forward_tokens)
+            layer = LLNEncoderLayer(cfg, SOFTMAX, {}, self.feed_forward_tokens, self.rotary)
         else:
             options = self.attention_options
-            layer = LLNEncoderLayer(cfg, self.attention_name, options, self.rotary, self.feed_forward_tokens)
+            layer = LLNEncoderLayer(cfg, self.attention_name, options, self.feed_forward_tokens, self.rotary)
         # The rest is copied from fairseq's build_encoder_layer.
         if cfg.checkpoint_activations:
             layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
