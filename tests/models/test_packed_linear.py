@@ -277,6 +277,7 @@ def packed_copy(model):
         {"encoder_normalize_before": True},
         {"feed_forward_tokens": 8},
         {"softmax_layers": "1"},
+        {"rotary": True},
     ],
     ids=str,
 )
