@@ -79,6 +79,7 @@ def composed():
 
     with initialize_config_dir(str(CONFIGS), version_base="1.1"):
         yield lambda *args: copy.deepcopy(compose_once(*args))
+    HydraConfig.instance().cfg = None  # later tests in this process are not run by Hydra
 
 
 @pytest.mark.parametrize("stage", ["finetune", "lra"])
