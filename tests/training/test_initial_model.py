@@ -27,9 +27,9 @@ def finetune_config():
 
 @pytest.fixture(scope="module")
 def joint_checkpoint(started_run, tmp_path_factory):
-    """Return a checkpoint with the attention options mix=joint and block_size=8 and with another activation."""
+    """Return a checkpoint with mix=joint and block_size=8, another activation and rotary positions."""
     state = torch.load(started_run.checkpoint)
-    state["cfg"]["model"].update(lln_diag_mix="joint", lln_diag_block_size=8, activation_fn="relu")
+    state["cfg"]["model"].update(lln_diag_mix="joint", lln_diag_block_size=8, activation_fn="relu", rotary=True)
     path = tmp_path_factory.mktemp("joint") / "model.pt"
     torch.save(state, path)
     return path
@@ -42,6 +42,7 @@ def test_sizes_and_attention_come_from_checkpoint(joint_checkpoint, finetune_con
         **SIZES,
         "_name": "lln_roberta_tiny",
         "activation_fn": "relu",
+        "rotary": True,
         "attention": "lln_diag",
         "lln_diag_mix": "joint",
         "lln_diag_block_size": 8,
