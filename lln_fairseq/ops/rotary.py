@@ -33,8 +33,10 @@ def rotate(x: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
         factors: cosines and sines from `rotary_factors`, which broadcast to (..., D/2).
 
     Returns:
-        (..., D), contiguous, in the dtype of x.
+        (..., D) in the dtype of x.
     """
     cos, sin = factors
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    rotated_first = first * cos - second * sin
+    rotated_second = second * cos + first * sin
+    return torch.cat((rotated_first, rotated_second), dim=-1).to(x.dtype)
