@@ -5,7 +5,7 @@ dict.txt stands for a token: it is the token's id in the Hugging Face directory,
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,24 @@ from typing import Any
 from lln_fairseq.conversion import tokenizer_json
 from lln_fairseq.data.reporting import DataError
 from lln_fairseq.data.special_symbols import MASK, SPECIAL_SYMBOLS
-from lln_fairseq.data.tokenizers import TOKENIZER_FILES, make_tokenizer
+from lln_fairseq.data.tokenizers import TOKENIZER_FILES, HuggingFaceTokenizer, make_tokenizer
 from lln_fairseq.data.vocabulary import Vocabulary
 from lln_fairseq.errors import InputError, first_line
 
 TOKENIZER = "tokenizer.json"
 # A tokenizer needs all files of one of these rows: any fast tokenizer, XLM-R, BERT, RoBERTa.
 SOURCE_FILES = ((TOKENIZER,), ("sentencepiece.bpe.model",), ("vocab.txt",), ("vocab.json", "merges.txt"))
+# The converted tokenizer must give these texts the tokens of the source's. None has a line end: training data has one
+# text per line.
+PROBES = (
+    "A new text.",
+    "ÉVA Müller's naïve café isn't in São Paulo",
+    "In 2024: 3.14159 × 1,000,000 = $3,141,590?!",
+    "東京は日本の首都です。한국어 Привет مرحبا",
+    "a face 😀 and a snowman ☃",
+    "two  and   three spaces",
+    "Donaudampfschifffahrts" * 5,  # WordPiece makes [UNK] of a word of more than 100 characters
+)
 
 
 @dataclass(frozen=True)
@@ -49,8 +60,8 @@ def read_vocabulary(directory: Path, rows: int) -> SourceVocabulary:
         rows: the number of rows of the embedding. A row that belongs to no token gets a symbol that no text uses.
 
     Raises:
-        InputError: if there is no tokenizer, AutoTokenizer cannot load it or has no fast tokenizer of its class, or a
-            token's id has no row in the embedding.
+        InputError: if there is no tokenizer, AutoTokenizer cannot load it or has no fast tokenizer of its class, a
+            token's id has no row in the embedding, or texts would get other tokens than AutoTokenizer gives them.
     """
     tokenizer = _load_tokenizer(directory)
     ids = tokenizer.get_vocab()
@@ -65,7 +76,9 @@ def read_vocabulary(directory: Path, rows: int) -> SourceVocabulary:
     ordinary_rows = sorted(set(range(rows)) - set(special_ids))
     order = [*special_ids[:-1], *ordinary_rows, special_ids[-1]]  # <mask> is the last symbol of the dictionary
     symbols = [str(row) for row in ordinary_rows]
-    return SourceVocabulary(order, symbols, {TOKENIZER: tokenizer_json.as_bytes(content)})
+    data = tokenizer_json.as_bytes(content)
+    _check_same_tokens(tokenizer, data, special_ids, directory)
+    return SourceVocabulary(order, symbols, {TOKENIZER: data})
 
 
 def check_dictionary(files: Mapping[str, bytes], path: Path) -> None:
@@ -108,6 +121,53 @@ def _load_tokenizer(directory: Path) -> Any:
         name = type(tokenizer).__name__
         raise InputError(f"{directory}: the files of the tokenizer hold no tokens that a {name} can read")
     return tokenizer
+
+
+def _check_same_tokens(tokenizer: Any, converted: bytes, special_ids: Sequence[int], directory: Path) -> None:
+    """Raise InputError if PROBES get other tokens from this project than from the source's tokenizer.
+
+    The pair may have one </s> between its texts, as BERT's pairs have, where this project writes two.
+
+    Args:
+        tokenizer: the source's. Its BPE dropout is turned off.
+        converted: the tokenizer.json that this project will use, with the source's ids.
+        special_ids: the result of `_special_ids`.
+        directory: the directory of the source, for the message.
+    """
+    first, _, last, unknown, _ = special_ids
+    if hasattr(tokenizer.backend_tokenizer.model, "dropout"):
+        tokenizer.backend_tokenizer.model.dropout = None
+    try:
+        library = HuggingFaceTokenizer(converted)
+        texts = []
+        for ids in library.encode_ids(PROBES):
+            texts.append([unknown if library.symbols_by_id[number] is None else number for number in ids])
+        for text, ids in zip(PROBES, texts, strict=True):
+            _compare_tokens(tokenizer, (text,), [[first, *ids, last]], directory)
+        pairs = []
+        for between in ([last, last], [last]):
+            pairs.append([first, *texts[0], *between, *texts[0], last])
+        _compare_tokens(tokenizer, (PROBES[0], PROBES[0]), pairs, directory)
+    except DataError as error:
+        raise InputError(f"{directory}: {error}") from error
+
+
+def _compare_tokens(tokenizer: Any, texts: Sequence[str], expected: Sequence[list[int]], directory: Path) -> None:
+    """Raise InputError if a tokenizer of transformers gives a text or a pair none of the expected lists of ids."""
+    actual = tokenizer(*texts)["input_ids"]
+    if actual in expected:
+        return
+    text = " and ".join(repr(text) for text in texts)
+    raise InputError(
+        f"{directory}: AutoTokenizer gives {text} the tokens {_tokens_text(tokenizer, actual)}, but a converted model "
+        f"would get {_tokens_text(tokenizer, expected[0])}. If the model was trained with the latter, correct the "
+        f"post_processor in {TOKENIZER}"
+    )
+
+
+def _tokens_text(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Return the tokens of ids, separated by spaces."""
+    return " ".join(str(token) for token in tokenizer.convert_ids_to_tokens(ids))
 
 
 def _check_ids_in_embedding(ids: Mapping[str, int], rows: int, directory: Path) -> None:

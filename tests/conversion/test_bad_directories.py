@@ -6,6 +6,8 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, processors
+from transformers import AutoTokenizer
 
 from lln_fairseq.__main__ import main
 from lln_fairseq.conversion import tokenizer_json
@@ -186,6 +188,46 @@ def test_index_with_missing_file_is_rejected(part, message, copy_source, tmp_pat
 
     with pytest.raises(InputError, match=message):
         convert(folder, tmp_path / "out", "softmax")
+
+
+# For each case: the parts of a post-processor for single texts and for pairs, and the tokens that are refused.
+SINGLE = "[CLS] $A [SEP]"
+BAD_POST_PROCESSORS = {
+    "none": (None, None, "'A new text.' the tokens a new t"),
+    "no [CLS]": (
+        "$A [SEP]",
+        "$A [SEP] $B:1 [SEP]:1",
+        r"'A new text.' the tokens a new .* \[SEP\], but .* \[CLS\] a new",
+    ),
+    "no [SEP] in pairs": (
+        SINGLE,
+        "[CLS] $A $B:1 [SEP]:1",
+        r"'A new text.' and 'A new text.' .* get .* \. \[SEP\] \[SEP\] a ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_POST_PROCESSORS)
+def test_tokenizer_with_other_special_tokens_is_rejected(name, copy_source, tmp_path, capsys):
+    single, pair, message = BAD_POST_PROCESSORS[name]
+    folder = copy_source("bert")
+    library = AutoTokenizer.from_pretrained(folder).backend_tokenizer
+    content = json.loads(library.to_str())
+    content["post_processor"] = None
+    library = Tokenizer.from_str(json.dumps(content))
+    if single is not None:
+        special = [(token, library.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+        library.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
+    library.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+    assert main(["convert", str(folder), str(tmp_path / "out")]) == 1
+
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(message, error), error
+    assert "correct the post_processor in tokenizer.json" in error
 
 
 # Parts of the reasons for which models with nothing but this model_type in config.json are rejected.
