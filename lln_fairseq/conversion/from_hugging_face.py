@@ -31,7 +31,7 @@ from lln_fairseq.conversion.parameter_names import (
     head_names,
 )
 from lln_fairseq.conversion.read_tokenizer import SourceVocabulary, read_vocabulary
-from lln_fairseq.conversion.sentence_pooling import read_pooling
+from lln_fairseq.conversion.sentence_pooling import check_prompts, read_lower_case, read_pooling
 from lln_fairseq.data.special_symbols import PAD
 from lln_fairseq.errors import InputError
 from lln_fairseq.models.adapt import EMBEDDING, POSITIONS
@@ -104,6 +104,8 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
     sizes = _read_sizes(config, config_file)
     options = _read_options(config, sizes, config_file)
     pooling = read_pooling(directory, sizes.features)
+    prompt_notes = check_prompts(directory)
+    lower_case = read_lower_case(directory)
 
     tensors = _with_current_names(read_tensors(directory))
     _check_converted_weights(tensors, directory)
@@ -117,9 +119,12 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
         names += head
     require_shapes(tensors, {name.hugging_face: name.shape for name in names}, directory, CONFIG)
     notes = _note_unused_tensors(tensors, names, directory)
+    notes += prompt_notes
     pooling = choose_pooling(pooling, has_head, notes)
 
-    vocabulary = read_vocabulary(directory, sizes.vocabulary)
+    vocabulary = read_vocabulary(directory, sizes.vocabulary, lower_case)
+    if lower_case:
+        notes.append("texts are put into lower case, as do_lower_case says")
 
     parameters = as_float32({name.fairseq: tensors[name.hugging_face] for name in names})
     unused_rows = 0

@@ -49,7 +49,7 @@ class SourceVocabulary:
     files: dict[str, bytes]
 
 
-def read_vocabulary(directory: Path, rows: int) -> SourceVocabulary:
+def read_vocabulary(directory: Path, rows: int, lower_case: bool = False) -> SourceVocabulary:
     """Read the tokenizer in a directory with transformers' AutoTokenizer, and write it as a tokenizer.json.
 
     Among the added tokens, only fairseq's special symbols stay special, because data_prep has no symbols for other
@@ -58,6 +58,7 @@ def read_vocabulary(directory: Path, rows: int) -> SourceVocabulary:
     Args:
         directory: the Hugging Face directory.
         rows: the number of rows of the embedding. A row that belongs to no token gets a symbol that no text uses.
+        lower_case: put texts into lower case first, as SentenceTransformer does.
 
     Raises:
         InputError: if there is no tokenizer, AutoTokenizer cannot load it or has no fast tokenizer of its class, a
@@ -73,11 +74,13 @@ def read_vocabulary(directory: Path, rows: int) -> SourceVocabulary:
         fairseq_names.update(names)
     for token in content["added_tokens"]:
         token["special"] = token["content"] in fairseq_names
+    if lower_case:
+        content["normalizer"] = tokenizer_json.prepend_normalizer({"type": "Lowercase"}, content["normalizer"])
     ordinary_rows = sorted(set(range(rows)) - set(special_ids))
     order = [*special_ids[:-1], *ordinary_rows, special_ids[-1]]  # <mask> is the last symbol of the dictionary
     symbols = [str(row) for row in ordinary_rows]
     data = tokenizer_json.as_bytes(content)
-    _check_same_tokens(tokenizer, data, special_ids, directory)
+    _check_same_tokens(tokenizer, data, special_ids, lower_case, directory)
     return SourceVocabulary(order, symbols, {TOKENIZER: data})
 
 
@@ -123,7 +126,9 @@ def _load_tokenizer(directory: Path) -> Any:
     return tokenizer
 
 
-def _check_same_tokens(tokenizer: Any, converted: bytes, special_ids: Sequence[int], directory: Path) -> None:
+def _check_same_tokens(
+    tokenizer: Any, converted: bytes, special_ids: Sequence[int], lower_case: bool, directory: Path
+) -> None:
     """Raise InputError if PROBES get other tokens from this project than from the source's tokenizer.
 
     The pair may have one </s> between its texts, as BERT's pairs have, where this project writes two.
@@ -132,6 +137,7 @@ def _check_same_tokens(tokenizer: Any, converted: bytes, special_ids: Sequence[i
         tokenizer: the source's. Its BPE dropout is turned off.
         converted: the tokenizer.json that this project will use, with the source's ids.
         special_ids: the result of `_special_ids`.
+        lower_case: whether the source's tokenizer gets texts in lower case.
         directory: the directory of the source, for the message.
     """
     first, _, last, unknown, _ = special_ids
@@ -139,17 +145,20 @@ def _check_same_tokens(tokenizer: Any, converted: bytes, special_ids: Sequence[i
         tokenizer.backend_tokenizer.model.dropout = None
     try:
         library = HuggingFaceTokenizer(converted)
-        texts = []
+        tokens = []
         for ids in library.encode_ids(PROBES):
-            texts.append([unknown if library.symbols_by_id[number] is None else number for number in ids])
-        for text, ids in zip(PROBES, texts, strict=True):
-            _compare_tokens(tokenizer, (text,), [[first, *ids, last]], directory)
-        pairs = []
-        for between in ([last, last], [last]):
-            pairs.append([first, *texts[0], *between, *texts[0], last])
-        _compare_tokens(tokenizer, (PROBES[0], PROBES[0]), pairs, directory)
+            tokens.append([unknown if library.symbols_by_id[number] is None else number for number in ids])
     except DataError as error:
         raise InputError(f"{directory}: {error}") from error
+    texts = list(PROBES)
+    if lower_case:
+        texts = [text.lower() for text in PROBES]
+    for text, ids in zip(texts, tokens, strict=True):
+        _compare_tokens(tokenizer, (text,), [[first, *ids, last]], directory)
+    pairs = []
+    for between in ([last, last], [last]):
+        pairs.append([first, *tokens[0], *between, *tokens[0], last])
+    _compare_tokens(tokenizer, (texts[0], texts[0]), pairs, directory)
 
 
 def _compare_tokens(tokenizer: Any, texts: Sequence[str], expected: Sequence[list[int]], directory: Path) -> None:

@@ -1,7 +1,8 @@
 """Read and write the files of sentence-transformers that say how an encoder's sentence vectors are computed.
 
 modules.json lists the steps: the model, a pooling, and a normalization if there is one. 1_Pooling/config.json has the
-pooling's mode, and sentence_bert_config.json the longest sequence.
+pooling's mode, sentence_bert_config.json the longest sequence and whether texts are put into lower case, and
+config_sentence_transformers.json the prompts.
 """
 
 import json
@@ -15,6 +16,14 @@ from lln_fairseq.errors import InputError
 MODULES = "modules.json"
 POOLING_FOLDER = "1_Pooling"
 SENTENCE_CONFIG = "sentence_bert_config.json"
+# The first of these files is read, as by sentence-transformers.
+SENTENCE_CONFIGS = (
+    SENTENCE_CONFIG,
+    "sentence_roberta_config.json",
+    "sentence_camembert_config.json",
+    "sentence_xlm-roberta_config.json",
+)
+PROMPT_CONFIG = "config_sentence_transformers.json"
 PACKAGE = "sentence_transformers.models"  # the names of its classes in modules.json, old ones that every version reads
 # The names of the modes in configurations of sentence-transformers before 6.0, which have one flag for every mode.
 MODE_FLAGS = {
@@ -101,6 +110,42 @@ def _modes(config: dict[str, Any], path: Path) -> list[str]:
         if not isinstance(value, bool):
             raise InputError(f"{path}: {name} must be true or false, got {str(value)[:80]!r}")
     return [MODE_FLAGS[name] for name, value in flags.items() if value]
+
+
+def read_lower_case(directory: Path) -> bool:
+    """Return True if SentenceTransformer puts texts into lower case before the tokenizer of a directory gets them."""
+    for name in SENTENCE_CONFIGS:
+        path = directory / name
+        if path.exists():
+            value = read_json(path).get("do_lower_case", False)
+            if not isinstance(value, bool):
+                raise InputError(f"{path}: do_lower_case must be true or false, got {str(value)[:80]!r}")
+            return value
+    return False
+
+
+def check_prompts(directory: Path) -> list[str]:
+    """Return a note about prompts that are used only when they are named, or an empty list if there are none.
+
+    Raises InputError for a default prompt, which SentenceTransformer puts before every text.
+    """
+    path = directory / PROMPT_CONFIG
+    if not path.exists():
+        return []
+    config = read_json(path)
+    prompts = config.get("prompts") or {}
+    if not isinstance(prompts, dict):
+        raise InputError(f"{path}: prompts must be an object, got {str(prompts)[:80]!r}")
+    default = str(config.get("default_prompt_name"))
+    if prompts.get(default):
+        raise InputError(
+            f"{path}: the default prompt {default} ({prompts[default]!r}) would be left out: set default_prompt_name "
+            "to null, and put the prompt before your texts yourself"
+        )
+    named = [f"{name} ({prompt!r})" for name, prompt in prompts.items() if prompt]
+    if not named:
+        return []
+    return [f"left out: the prompts {', '.join(named)}; put them before your texts yourself"]
 
 
 def pooling_files(pooling: Pooling, features: int, longest: int) -> dict[str, bytes]:

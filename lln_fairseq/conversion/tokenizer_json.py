@@ -131,6 +131,17 @@ def document(
     }
 
 
+def prepend_normalizer(step: Mapping[str, Any], normalizer: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a normalizer that first takes a step, and then makes the changes of `normalizer`, none if it is None."""
+    steps = [step]
+    if normalizer is not None:
+        if normalizer["type"] == "Sequence":
+            steps += normalizer["normalizers"]
+        else:
+            steps.append(normalizer)
+    return {"type": "Sequence", "normalizers": steps}
+
+
 def sentence_processor(ids: Mapping[str, int]) -> dict[str, Any] | None:
     """Return the post-processor, the part of tokenizer.json that adds special tokens to an encoded text.
 

@@ -65,7 +65,8 @@ def convert_tokenizer(files: Mapping[str, bytes], symbols: Sequence[str], positi
             content = _convert_gpt2(files, ids)
         else:
             content = _renumber_tokens(json.loads(files[TOKENIZER]), ids)
-        content["normalizer"] = _join_lines(content.get("normalizer"))
+        join_lines = _replace({"String": "\n"}, " ")  # as `lln-fairseq predict` does
+        content["normalizer"] = tokenizer_json.prepend_normalizer(join_lines, content.get("normalizer"))
         new_ids = tokenizer_json.token_ids(content)
     except KeyError as error:
         raise InputError(f"the tokenizer does not fit the dictionary, which lacks {error}") from error
@@ -100,21 +101,6 @@ def is_approximate(files: Mapping[str, bytes]) -> bool:
     if "spm.model" not in files:
         return False
     return bool(_parse_sentencepiece(files["spm.model"]).normalizer_spec.precompiled_charsmap)
-
-
-def _join_lines(normalizer: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a normalizer that first replaces every "\\n" with a space, as `lln-fairseq predict` does.
-
-    Args:
-        normalizer: the changes that follow; None for no further changes.
-    """
-    steps = [_replace({"String": "\n"}, " ")]
-    if normalizer is not None:
-        if normalizer["type"] == "Sequence":
-            steps += normalizer["normalizers"]
-        else:
-            steps.append(dict(normalizer))
-    return {"type": "Sequence", "normalizers": steps}
 
 
 def _special_ids(ids: Mapping[str, int]) -> dict[str, int]:

@@ -13,8 +13,9 @@ from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.conversion.convert import convert
 from lln_fairseq.conversion.export import export
 from lln_fairseq.conversion.sentence_pooling import MODE_FLAGS, pooling_files, read_pooling
+from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.errors import InputError
-from tests.conversion.sources import TEXTS, make_model
+from tests.conversion.sources import TEXTS, make_model, make_model_with_settings
 
 FEATURES = 32
 MODULES = "sentence_transformers.models"
@@ -124,6 +125,48 @@ def test_pooling_survives_another_conversion(headless, tmp_path):
     convert(tmp_path / "in", tmp_path / "softmax", "softmax")
     convert(tmp_path / "softmax" / "model.pt", tmp_path / "linear", "lln_diag", positions=64)
     assert checkpoint_pooling(tmp_path / "linear") == Pooling("cls", normalize=True)
+
+
+@pytest.mark.parametrize("name", ["sentence_bert_config.json", "sentence_xlm-roberta_config.json"])
+def test_lower_case_is_kept(name, tmp_path):
+    """The tokenizer of the source is cased, and sentence-transformers puts the texts into lower case before it."""
+    make_model_with_settings("bert", tmp_path / "in", {"do_lower_case": False})
+    (tmp_path / "in" / name).write_text(json.dumps({"do_lower_case": True}))
+
+    notes = convert(tmp_path / "in", tmp_path / "converted", "softmax").notes
+    export(tmp_path / "converted" / "model.pt", tmp_path / "out")
+
+    assert "texts are put into lower case, as do_lower_case says" in notes
+    source = AutoTokenizer.from_pretrained(tmp_path / "in")
+    exported = AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in ["The PLOT", "EVA saw films"]:
+        (ids,) = load_vocabulary(str(tmp_path / "converted")).tokenizer.encode_ids([text])
+        assert ids == source(text.lower(), add_special_tokens=False)["input_ids"]
+        assert ids != source(text, add_special_tokens=False)["input_ids"]
+        assert exported.tokenize(text) == source.tokenize(text.lower())
+
+
+def write_prompts(folder, default):
+    prompts = {"query": "query: ", "passage": ""}
+    config = {"prompts": prompts, "default_prompt_name": default}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(config))
+
+
+def test_default_prompt_is_rejected(headless, tmp_path, capsys):
+    headless(tmp_path / "in")
+    write_prompts(tmp_path / "in", default="query")
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "the default prompt query ('query: ') would be left out: set default_prompt_name to null" in error
+
+
+@pytest.mark.parametrize("default", [None, "passage"])
+def test_named_prompts_are_left_out_with_a_note(default, headless, tmp_path):
+    headless(tmp_path / "in")
+    write_prompts(tmp_path / "in", default)
+    notes = convert(tmp_path / "in", tmp_path / "out", "softmax").notes
+    assert "left out: the prompts query ('query: '); put them before your texts yourself" in notes
 
 
 def test_configuration_with_the_name_of_the_mode_is_read(tmp_path):
