@@ -4,8 +4,10 @@ import dataclasses
 import hashlib
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from fairseq.utils import split_paths
 from hydra.core.hydra_config import HydraConfig
 from torch import Tensor, nn
 
@@ -19,6 +21,7 @@ from lln_fairseq.checkpoints.config import (
     stored_options,
 )
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, plugin_state
+from lln_fairseq.data.vocabulary import recorded_identity
 from lln_fairseq.errors import InputError, input_errors
 from lln_fairseq.models.adapt import EMBEDDING, POSITIONS
 from lln_fairseq.models.presets import PRESETS, SIZE_FIELDS
@@ -139,14 +142,15 @@ def dictionary_hash(dictionary: Any) -> str:
 
 
 def check_dictionary(state: Mapping[str, Any], task: Any, path: str) -> None:
-    """Raise InputError if a checkpoint was trained with a dictionary that differs from the task's.
+    """Raise InputError if a checkpoint was trained with a dictionary or a tokenizer that differs from the task's.
 
     The number of symbols is always compared with the embedding, if there is one. The symbols themselves are compared
-    only if this project recorded their hash in the checkpoint.
+    only if this project recorded their hash in the checkpoint, and the tokenizer only if it is recorded on both sides.
     """
     dictionary = task.source_dictionary
     embedding = _find_parameter(state, EMBEDDING)
-    message = f"the dictionary of {(task.cfg or task.args).data} is not the one that {path} was made with"
+    data = (task.cfg or task.args).data
+    message = f"the dictionary of {data} is not the one that {path} was made with"
     if embedding is not None and embedding.shape[0] != len(dictionary):
         raise InputError(
             f"{message}: it has {len(dictionary)} symbols, and the checkpoint has {embedding.shape[0]}. Binarize with "
@@ -157,6 +161,28 @@ def check_dictionary(state: Mapping[str, Any], task: Any, path: str) -> None:
         raise InputError(
             f"{message}: it has the same number of symbols, but different ones or another order. Binarize with the "
             "checkpoint's dict.txt"
+        )
+    directory = split_paths(data)[0]
+    check_tokenizer(state, recorded_identity(Path(directory)), directory, path)
+
+
+def check_tokenizer(state: Mapping[str, Any], identity: str, where: str, path: str) -> None:
+    """Raise InputError if a checkpoint was made with another tokenizer than the one with this identity.
+
+    The dictionary does not show it: the symbols of a tokenizer.json are numbers. Nothing is checked if `identity` is
+    "", or if the checkpoint records no tokenizer.
+
+    Args:
+        state: the checkpoint
+        identity: the identity of a data.vocabulary.Vocabulary
+        where: the directory of the tokenizer or of the data that were encoded with it, for the message
+        path: the checkpoint's file, for the message
+    """
+    recorded = plugin_state(state).get("tokenizer")
+    if recorded and identity and recorded != identity:
+        raise InputError(
+            f"the tokenizer of {where} is not the one that {path} was made with, although both have the same symbols: "
+            "the same ids would stand for other texts. Use the checkpoint's tokenizer"
         )
 
 

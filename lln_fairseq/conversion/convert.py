@@ -26,6 +26,7 @@ from lln_fairseq.conversion.encoder import DICTIONARY, HEAD, ImportedEncoder
 from lln_fairseq.conversion.from_fairseq import read_fairseq_checkpoint
 from lln_fairseq.conversion.from_hugging_face import read_hugging_face_directory
 from lln_fairseq.data.special_symbols import PAD
+from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.errors import InputError, input_errors
 from lln_fairseq.models.adapt import ATTENTION_PARAMETERS, POSITIONS, resize_positions
 from lln_fairseq.models.lln_roberta import LLNRobertaModel, RobertaConfig
@@ -155,7 +156,7 @@ def build_checkpoint(encoder: ImportedEncoder, attention: str, data: Path) -> di
     Args:
         encoder: the parameters and options of the model; see `load_encoder_parameters` for what changes in place.
         attention: name of the attention of the model.
-        data: a directory that holds the dict.txt of the encoder.
+        data: a directory that holds the dict.txt of the encoder, and its tokenizer if it has one.
     """
     positions = encoder.options["max_positions"]
     config = LLNMaskedLMConfig(data=str(data), tokens_per_sample=positions, seed=SEED)
@@ -167,6 +168,8 @@ def build_checkpoint(encoder: ImportedEncoder, attention: str, data: Path) -> di
     load_encoder_parameters(model, encoder)
     task_options = {"_name": "lln_masked_lm", "data": ".", "tokens_per_sample": positions}
     identity = {"dictionary": dictionary_hash(task.source_dictionary), **pooling_entries(encoder.pooling)}
+    if encoder.files:
+        identity["tokenizer"] = load_vocabulary(str(data)).identity
     return checkpoint_at_update_0(model.state_dict(), options, task_options, identity)
 
 
@@ -179,8 +182,8 @@ def checkpoint_at_update_0(
         parameters: the state of the model.
         options: the options of the model.
         task_options: the options of its task, with the task's name under `_name`.
-        identity: the hash of the dictionary and the labels, as `HookedTask.get_checkpoint_dict` records them, and the
-            entries of `pooling_entries`.
+        identity: the hash of the dictionary, the tokenizer and the labels, as `HookedTask.get_checkpoint_dict` records
+            them, and the entries of `pooling_entries`.
     """
     return {
         "args": None,

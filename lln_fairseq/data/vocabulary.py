@@ -152,6 +152,21 @@ def load_vocabulary(source: str) -> Vocabulary:
     raise DataError(f"{path} has neither {MANIFEST} nor spm.model, encoder.json and vocab.bpe, or tokenizer.json")
 
 
+def recorded_identity(directory: Path) -> str:
+    """Return the identity of the vocabulary that a directory of data was encoded with; "" if none is recorded.
+
+    The manifest is the one that `load_vocabulary` uses, but the tokenizer is not loaded.
+    """
+    manifest = directory / MANIFEST
+    has_tokenizer = any(all((directory / name).is_file() for name in names) for names in TOKENIZER_FILES.values())
+    if not manifest.is_file() and not has_tokenizer:
+        manifest = directory.parent / MANIFEST
+    try:
+        return str(json.loads(manifest.read_bytes())["tokenizer"]["identity"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""
+
+
 def _download_gpt2() -> Vocabulary:
     """Return the vocabulary of GPT-2's published tokenizer and fairseq's dict.txt, downloaded if necessary."""
     paths = {name: fetch_file(file) for name, file in GPT2_FILES.items()}

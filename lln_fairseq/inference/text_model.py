@@ -19,7 +19,7 @@ from fairseq.data.data_utils import collate_tokens
 from fairseq.models import BaseFairseqModel
 from torch import Tensor, nn
 
-from lln_fairseq.checkpoints.compatibility import is_finetuned, label_names
+from lln_fairseq.checkpoints.compatibility import check_tokenizer, is_finetuned, label_names
 from lln_fairseq.checkpoints.config import stored_options
 from lln_fairseq.checkpoints.pooling import POOLINGS, Pooling, pool_hidden_states, stored_pooling
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
@@ -412,6 +412,7 @@ def load_text_model(
         model = model.cpu()
         quantize_linear_layers(model.encoder.sentence_encoder.layers)
     check_vocabulary(vocabulary, task, str(tokenizer or directory))
+    check_tokenizer(state, vocabulary.identity, str(tokenizer or directory), checkpoint)
     if getattr(task.cfg, "two_towers", False):
         raise InputError(f"{checkpoint} encodes two inputs separately (two_towers): only evaluate supports that")
     inputs = 2 if (directory / "input1").is_dir() else 1

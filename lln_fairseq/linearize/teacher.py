@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from lln_fairseq.checkpoints.compatibility import dictionary_hash, is_finetuned, label_names
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION, plain_options, stored_options
-from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, plugin_state
 from lln_fairseq.checkpoints.run_tokenizer import FOLDER, directories, save_tokenizer
 from lln_fairseq.conversion.convert import CHECKPOINT, checkpoint_at_update_0
 from lln_fairseq.conversion.directory import write_large
@@ -115,10 +115,15 @@ def write_classifier(
     Raises: InputError if the teacher's checkpoint cannot be read or model.pt cannot be written; OSError if the
         tokenizer cannot be written.
     """
-    task_options = plain_options(stored_options(load_checkpoint_lazily(str(teacher)))["task"])
+    teacher_state = load_checkpoint_lazily(str(teacher))
+    task_options = plain_options(stored_options(teacher_state)["task"])
     if is_task_data(data):
         task_options["data"] = os.path.abspath(data)
-    identity = {"dictionary": dictionary_hash(task.source_dictionary), "labels": label_names(task)}
+    identity = {
+        "dictionary": dictionary_hash(task.source_dictionary),
+        "tokenizer": plugin_state(teacher_state).get("tokenizer", ""),
+        "labels": label_names(task),
+    }
     parameters = {name: value.cpu() for name, value in model.state_dict().items()}
     state = checkpoint_at_update_0(parameters, {**plain_options(model.args), **options}, task_options, identity)
     save_tokenizer(task, str(out))

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 from fairseq.tasks import FairseqTask
+from fairseq.utils import split_paths
 
 from lln_fairseq.checkpoints.compatibility import dictionary_hash
 from lln_fairseq.checkpoints.reading import PLUGIN_STATE
+from lln_fairseq.data.vocabulary import recorded_identity
 from lln_fairseq.errors import InputError
 from lln_fairseq.training.loss_scale import LossScaleMonitor
 from lln_fairseq.training.padding_report import PaddingReport
@@ -174,10 +176,11 @@ class HookedTask(FairseqTask):
         """Return the entries that fairseq adds to `extra_state` when it saves a checkpoint.
 
         These are the state of `ExactResume`, and the strings that `plugin_state` reads: the hash of the dictionary, the
-        labels of a classifier, and `run_origin`.
+        tokenizer of the data ("" if it is unknown), the labels of a classifier, and `run_origin`.
         """
         identity = {
             "dictionary": dictionary_hash(self.source_dictionary),
+            "tokenizer": recorded_identity(Path(split_paths(self.cfg.data)[0])),
             "labels": getattr(self, "labels", []),
             **self.run_origin,
         }

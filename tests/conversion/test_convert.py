@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, BertTokenizerFast
 
+from lln_fairseq import load
 from lln_fairseq.__main__ import main
-from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
+from lln_fairseq.checkpoints.reading import PLUGIN_STATE, load_checkpoint_lazily
 from lln_fairseq.conversion.convert import convert
 from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.errors import InputError
@@ -25,6 +26,7 @@ from tests.conversion.sources import (
     rename_tensor,
 )
 from tests.fairseq_runs import CLASSIFICATION, LLN, binarize, make_classification, train
+from tests.text_runs import make_glue
 
 ADDITIONAL = {"additional_special_tokens": ["<ent>", "</ent>"]}
 
@@ -323,3 +325,46 @@ def test_code_of_tokenizer_is_not_executed(copy_source, tmp_path):
     with pytest.raises(InputError, match="AutoTokenizer cannot load the tokenizer: "):
         convert(folder, tmp_path / "out", "softmax")
     assert not (tmp_path / "mark").exists()
+
+
+@pytest.fixture
+def two_tokenizers(sources, copy_source, tmp_path):
+    """Convert two BERTs whose tokenizers have the same number of tokens, and prepare a task with the first tokenizer.
+
+    Returns the two converted directories and the data.
+    """
+    other = copy_source("bert")
+    vocabulary = (other / "vocab.txt").read_text(encoding="utf-8")
+    (other / "vocab.txt").write_text(vocabulary.replace("\nplot\n", "\nfilm\n"), encoding="utf-8")
+    convert(sources["bert"][1], tmp_path / "a", "lln_diag")
+    convert(other, tmp_path / "b", "lln_diag")
+    assert (tmp_path / "a" / "dict.txt").read_bytes() == (tmp_path / "b" / "dict.txt").read_bytes()
+    data = make_glue(tmp_path / "data", "SST-2", tokenizer=tmp_path / "a")
+    return tmp_path / "a", tmp_path / "b", data / "SST-2"
+
+
+def test_other_tokenizer_of_same_size_is_rejected(two_tokenizers, tmp_path, monkeypatch):
+    a, b, data = two_tokenizers
+    sizes = ("--encoder-ffn-embed-dim", 48, "--layer-norm-eps", 1e-12, "--max-positions", 40, "--max-update", 1)
+    options = (*CLASSIFICATION, *LLN, *sizes, "--shorten-method", "truncate", "--num-classes", 2)
+    message = "is not the one that .*model.pt was made with, although both have the same symbols"
+
+    with pytest.raises(InputError, match=message):
+        train(
+            monkeypatch, tmp_path / "log", data, tmp_path / "b-run", *options, "--finetune-from-model", b / "model.pt"
+        )
+    with pytest.raises(InputError, match=message):
+        load(b / "model.pt", tokenizer=a)
+    train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *options, "--finetune-from-model", a / "model.pt")
+    trained = tmp_path / "run" / "checkpoint_last.pt"
+    load(trained).predict(["the plot"])
+    with pytest.raises(InputError, match=message.replace("model", "checkpoint_last")):
+        load(trained, tokenizer=b)
+
+
+def test_converted_model_without_fingerprint_is_loaded(two_tokenizers):
+    a, b, _ = two_tokenizers
+    state = torch.load(b / "model.pt")
+    assert len(state["extra_state"][PLUGIN_STATE].pop("tokenizer")) == 64
+    torch.save(state, b / "model.pt")
+    load(b / "model.pt", tokenizer=a).encode(["the plot"])
