@@ -108,7 +108,7 @@ def export(
             modeling = Path(__file__).with_name(f"{MODELING}.py")
             files[modeling.name] = modeling.read_bytes()
         approximate = is_approximate(source_files)
-        card = model_card(exported.config, exported.purpose, has_tokenizer, approximate, pooling)
+        card = model_card(exported.config, exported.purpose, has_tokenizer, approximate, pooling, onnx or int8)
         files["README.md"] = card.encode()
         for name, content in files.items():
             (directory / name).parent.mkdir(exist_ok=True)

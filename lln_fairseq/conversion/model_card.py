@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from lln_fairseq.attention.lln_diag import FIRST_SEGMENT
 from lln_fairseq.checkpoints.pooling import Pooling
 from lln_fairseq.conversion.to_hugging_face import SENTENCE_VECTORS, longest_exported_sequence
 
@@ -20,6 +21,11 @@ APPROXIMATE = (
     "   without a composed form, joiners, half-width kana with marks, or control characters."
 )
 
+SEGMENTS = (
+    " - pairs: the first text ends with two adjacent `</s>`, and its tokens are global. Cut pairs with the tokenizer\n"
+    "   (`truncation=True`), which keeps both. If you cut off the end of its result, only one token may be global."
+)
+
 
 def model_card(
     config: Mapping[str, Any],
@@ -27,6 +33,7 @@ def model_card(
     has_tokenizer: bool,
     is_approximate: bool,
     pooling: Pooling | None = None,
+    has_onnx: bool = False,
 ) -> str:
     """Return the text of the model card.
 
@@ -36,6 +43,7 @@ def model_card(
         has_tokenizer: whether the model is exported with a tokenizer.
         is_approximate: whether the exported tokenizer encodes some texts differently from the original one.
         pooling: the pooling of an encoder of sentence vectors.
+        has_onnx: whether the model is also exported as model.onnx.
     """
     if pooling is None:
         library = "transformers"
@@ -54,7 +62,16 @@ def model_card(
     lines += ["", "## Properties", ""]
     for key in SIZES:
         lines.append(f" - {key.replace('_', ' ')}: {config[key]}")
-    lines.append(f" - longest sequence: {longest_exported_sequence(config)} tokens")
+    longest = longest_exported_sequence(config)
+    lines.append(f" - longest sequence: {longest} tokens")
+    if has_onnx:
+        lines.append(
+            f" - model.onnx: for batches of at least one sequence, each of 1 to {longest} tokens with its padding"
+        )
+    if config.get("attention") == "lln_diag" or (pooling is not None and pooling.mode == "cls"):
+        lines.append(" - padding: at the right only")
+    if config.get("global_tokens") == FIRST_SEGMENT:
+        lines.append(SEGMENTS)
     if pooling is not None:
         lines.append(f" - sentence vectors: {config['hidden_size']} features, pooling: {pooling}")
     if config.get("id2label"):

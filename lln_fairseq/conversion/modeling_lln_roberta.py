@@ -548,12 +548,13 @@ class LLNRobertaModel(RobertaModel):
 
         Args:
             input_ids: (B, N). With global_tokens="first_segment" they are required.
-            attention_mask: (B, N), 0 at padding. None means that there is no padding.
+            attention_mask: (B, N), 0 at padding, which must be at the right for attention="lln_diag". None means that
+                there is no padding.
             *others: further arguments of RobertaModel.
             **options: further arguments of RobertaModel, such as inputs_embeds.
 
         Raises:
-            ValueError: if the mask has another number of dimensions.
+            ValueError: if the mask has another number of dimensions, or padding at the left.
         """
         if attention_mask is None and input_ids is not None:
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
@@ -582,6 +583,8 @@ class LLNRobertaModel(RobertaModel):
         if attention_mask.dim() != 2:
             shape = tuple(attention_mask.shape)
             raise ValueError(f"this attention supports only padding masks (B, N), got a mask of shape {shape}")
+        if self.config.attention == "lln_diag":
+            require_right_padding(attention_mask)
         rows = attention_mask[:, None]
         if self.config.global_tokens == FIRST_SEGMENT:
             eos = self.config.eos_token_id
@@ -591,6 +594,18 @@ class LLNRobertaModel(RobertaModel):
     def get_extended_attention_mask(self, attention_mask: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return the mask of `visible_tokens` as it is. RobertaModel calls this in transformers before 5."""
         return attention_mask
+
+
+def require_right_padding(attention_mask: Tensor) -> None:
+    """Raise ValueError if a sequence of the mask (B, N) begins with padding, which would shift its blocks.
+
+    Nothing is checked while the model is compiled or exported, because the values are not known then.
+    """
+    if torch.compiler.is_compiling():
+        return
+    is_shifted = (attention_mask[:, :1] == 0).any(dim=1) & attention_mask.any(dim=1)
+    if is_shifted.any():
+        raise ValueError("this attention needs padding at the right: set tokenizer.padding_side = 'right'")
 
 
 def mark_first_segments(input_ids: Tensor | None, attention_mask: Tensor, eos: int) -> Tensor:

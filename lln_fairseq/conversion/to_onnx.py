@@ -1,6 +1,7 @@
-"""Write model.onnx for an exported model, in standard ONNX operations, for any number of sequences of any length.
+"""Write model.onnx for an exported model, in standard ONNX operations, for batches of any size.
 
-    inputs:  input_ids (B, N) int64, attention_mask (B, N) int64, 0 = padding
+    inputs:  input_ids (B, N) int64, attention_mask (B, N) int64, 0 = padding, which must be at the right;
+             B is at least 1, and N is between 1 and the longest sequence of the model
     outputs of a classifier: logits (B, classes)
     outputs of a masked language model: logits (B, N, V)
     outputs of an encoder: token_embeddings (B, N, C), sentence_embedding (B, C), last_hidden_state (B, N, C)

@@ -229,6 +229,36 @@ def test_first_segments_need_ids(pair_model):
         model(tokens, attention_mask=torch.ones(4, 37, 37))
 
 
+def test_cut_pair_keeps_its_global_tokens(pair_model, sources, tmp_path):
+    """The exported tokenizer cuts the texts of a pair, and not the </s> that separate them."""
+    convert(sources["bert"][1], tmp_path / "converted", "softmax")
+    export(tmp_path / "converted" / "model.pt", tmp_path / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    ids = tokenizer("plot " * 100, "it holds", truncation=True, return_tensors="pt")["input_ids"]
+    assert ids.shape == (1, 40)
+    mask = modeling.mark_first_segments(ids, torch.ones_like(ids), 2)
+    assert mask[0, 1].sum() == 36  # <s>, the rest of the first text and </s>; then come </s> it holds </s>
+    assert "(`truncation=True`), which keeps both." in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("attention", ["lln", "lln_diag"])
+def test_padding_at_the_left_is_rejected_or_has_no_effect(attention, sources, tmp_path):
+    convert(sources["bert"][1], tmp_path / "converted", attention)
+    export(tmp_path / "converted" / "model.pt", tmp_path / "out")
+    model = AutoModelForMaskedLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    tokens = padded_batch(71)[:1, :20]
+    padded = torch.nn.functional.pad(tokens, (3, 0), value=1)
+    card = (tmp_path / "out" / "README.md").read_text()
+    if attention == "lln_diag":
+        with pytest.raises(ValueError, match="needs padding at the right: set"):
+            hugging_face_logits(model, padded)
+        assert "padding: at the right only" in card
+    else:
+        actual = hugging_face_logits(model, padded)[:, 3:]
+        torch.testing.assert_close(actual, hugging_face_logits(model, tokens), rtol=1e-5, atol=1e-5)
+        assert "padding" not in card
+
+
 @pytest.mark.parametrize("scope", ["head", "batch"])
 def test_standard_deviation_is_accurate_for_large_mean(scope):
     x = 1000 + torch.randn(2, 3, 40, 8, generator=torch.Generator().manual_seed(1))

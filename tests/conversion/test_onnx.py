@@ -95,6 +95,36 @@ def test_onnxruntime_gives_same_logits(name, pretrain, tmp_path, monkeypatch):
     assert modeling.HAS_KERNELS
 
 
+def count_elements(model, length):
+    """Return the number of elements of all tensors that onnxruntime computes for a sequence of this length."""
+    names = []
+    for node in model.graph.node:
+        names += [name for name in node.output if name]
+    traced = onnx.ModelProto()
+    traced.CopyFrom(model)
+    del traced.graph.output[:]
+    traced.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    session = onnxruntime.InferenceSession(traced.SerializeToString())
+    tokens = np.full((1, length), 5)
+    values = session.run(names, {"input_ids": tokens, "attention_mask": np.ones_like(tokens)})
+    return sum(np.size(value) for value in values)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("global_tokens", ["none", "first_segment"])
+def test_onnx_work_is_linear_in_the_length(global_tokens, pretrain, tmp_path):
+    options = (*ONE_LAYER, *JOINT, "--lln-diag-global-tokens", global_tokens, "--max-positions", 2048)
+    checkpoint = pretrain("--attention", "lln_diag", *options)
+
+    export(checkpoint, tmp_path / "out", onnx=True)
+
+    model = onnx.load(tmp_path / "out" / "model.onnx")
+    ratio = count_elements(model, 2048) / count_elements(model, 1024)
+    assert 1.9 < ratio < 2.01
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "model.onnx: for batches of at least one sequence, each of 1 to 2048 tokens with its padding" in card
+
+
 @pytest.mark.exhaustive
 def test_onnx_classifier_gives_same_logits(tmp_path, monkeypatch, capsys):
     data = make_classification(tmp_path / "data")
