@@ -33,7 +33,6 @@ def __getattr__(name: str) -> Any:
     """Import `lln_fairseq.load`, the function `load_text_model`, when it is first used: it needs fairseq."""
     if name != "load":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    register()  # before fairseq is imported: it configures the root logger
     from lln_fairseq.inference.text_model import load_text_model
 
     return load_text_model

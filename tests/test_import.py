@@ -47,3 +47,11 @@ lln_fairseq.register()
 lln_fairseq.register()
 assert state()[:2] == before[:2]
 """)
+
+
+def test_importing_inference_keeps_root_logger():
+    """A spawned process that receives a model imports the module of its class first."""
+    run_python("""
+import lln_fairseq.inference.text_model
+assert state()[:2] == before[:2]
+""")

@@ -23,7 +23,7 @@ ALLOWED_IMPORTS = {
     "training": {"analysis", "attention", "checkpoints", "command", "data", "errors", "models", "modules"},
     "fairseq_compat": {"attention", "checkpoints", "errors", "training"},
     "tasks": {"checkpoints", "criterions", "data", "errors", "fairseq_compat", "models", "training"},
-    "inference": {"checkpoints", "command", "criterions", "data", "errors", "modules", "tasks"},
+    "inference": {"__init__", "checkpoints", "command", "criterions", "data", "errors", "modules", "tasks"},
     "conversion": {
         "__init__",
         "attention",

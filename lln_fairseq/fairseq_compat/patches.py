@@ -6,6 +6,7 @@ it. Most of these tests are in tests/fairseq_compat/test_fairseq_failures.py. If
 the patch.
 """
 
+import copyreg
 import functools
 import importlib.util
 import logging
@@ -17,9 +18,11 @@ from typing import Any
 
 import fairseq.dataclass.utils
 from fairseq import checkpoint_utils
+from fairseq.dataclass.constants import ChoiceEnum, StrEnum, StrEnumMeta
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.logging import progress_bar
+from fairseq.tasks.fairseq_task import StatefulContainer
 from fairseq.trainer import Trainer
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from torch.multiprocessing import ProcessExitedException
@@ -63,6 +66,8 @@ def install(run_worker: Callable) -> None:
     _wrap(distributed_utils, "call_main", functools.partial(_call_main, run_worker))
     _wrap(fairseq.dataclass.utils, "merge_with_parent", _merge_with_parent)
     _wrap(sys, "excepthook", _excepthook)
+    _wrap(StatefulContainer, "__getattr__", _get_task_state)
+    copyreg.pickle(StrEnumMeta, _reduce_enum_class)
 
 
 def _wrap(owner: Any, name: str, replacement: Callable) -> None:
@@ -249,3 +254,25 @@ def _excepthook(
         print("error: --fp16 and --bf16 cannot be combined: set only one of them", file=sys.stderr)
     else:
         original(kind, error, traceback)
+
+
+def _get_task_state(original: Callable, container: StatefulContainer, name: str) -> Any:
+    """Return an entry of a task's state, and raise AttributeError if the container has not been filled yet.
+
+    Copying and unpickling create a container without its dictionaries and look for methods in it. fairseq then looks
+    for the dictionary in the dictionary, until the recursion is too deep. Remove this patch once fairseq does not.
+    """
+    if name in ("_state", "_factories"):
+        raise AttributeError(name)
+    return original(container, name)
+
+
+def _reduce_enum_class(enum_class: type[StrEnum]) -> Any:
+    """Return what pickle needs to find or create a class of fairseq's enumerations. copyreg calls this.
+
+    Configurations refer to classes that ChoiceEnum creates. All are called "Choices", under which pickle does not find
+    them. Remove this once fairseq gives them a name.
+    """
+    if enum_class.__qualname__ != "Choices":
+        return enum_class.__qualname__
+    return ChoiceEnum, ([member.value for member in enum_class],)

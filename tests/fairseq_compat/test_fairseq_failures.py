@@ -14,6 +14,8 @@ No test shows the following, because Hydra is meant to work like this: the prima
 package lists every key (test_configs.py), and the messages are tested in models/test_lln_roberta.py.
 """
 
+import copy
+import copyreg
 import io
 import os
 import pickle
@@ -27,8 +29,10 @@ import pytest
 import torch
 from fairseq import checkpoint_utils
 from fairseq.data.iterators import BackgroundConsumer
+from fairseq.dataclass.constants import StrEnumMeta
 from fairseq.distributed import utils as distributed_utils
 from fairseq.tasks import setup_task
+from fairseq.tasks.fairseq_task import StatefulContainer
 from omegaconf import DictConfig, OmegaConf
 
 from lln_fairseq.checkpoints import reading
@@ -215,3 +219,23 @@ def test_mask_whole_words_is_rejected(corpus):
         task.load_dataset("valid")
     with pytest.raises(InputError, match="mask_whole_words does not work in fairseq's masked_lm"):
         setup_task(OmegaConf.create({"_name": "lln_masked_lm", **task_options}))
+
+
+def test_task_is_copied_and_pickled(corpus, monkeypatch):
+    task = setup_task(OmegaConf.create({"_name": "lln_masked_lm", "data": str(corpus)}))
+    task.state.add_factory("answer", lambda: 42)
+    assert task.state.answer == 42
+    with pytest.raises(AttributeError, match="no factory for attribute question"):
+        task.state.question  # noqa: B018
+    task.state._factories.clear()  # pickle does not take lambdas
+    for twin in (copy.deepcopy(task), pickle.loads(pickle.dumps(task))):
+        assert twin.state.answer == 42
+        assert twin.cfg == task.cfg
+        assert twin.source_dictionary == task.source_dictionary
+
+    monkeypatch.delitem(copyreg.dispatch_table, StrEnumMeta)
+    with pytest.raises(pickle.PicklingError, match="Choices"):
+        pickle.dumps(task)
+    remove_patch(monkeypatch, StatefulContainer, "__getattr__")
+    with pytest.raises(RecursionError):
+        copy.deepcopy(task)

@@ -1,13 +1,18 @@
 """Prediction from text: the outputs that `evaluate` gives for the binarized rows, vectors, and fillings of <mask>."""
 
+import copy
 import functools
 import io
 import itertools
+import multiprocessing
+import operator
+import pickle
 import re
 import shutil
 import subprocess
 import sys
 import threading
+from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -73,6 +78,44 @@ def predict(capsys, *arguments):
 
 def labels_of(predictions):
     return [prediction.label for prediction in predictions]
+
+
+def unpickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["float", "int8"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, unpickled])
+def test_copies_compute_the_same_and_share_nothing(copied, int8, runs, glue):
+    pairs = texts_of(glue, "RTE")
+    model = load(runs["RTE"], int8=int8)
+    expected = model.predict(pairs)
+
+    twin = copied(model)
+
+    assert twin.predict(pairs) == expected
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert {prediction.probability for prediction in twin.predict(pairs)} == {0.5}
+    assert model.predict(pairs) == expected
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, unpickled])
+def test_copied_language_model_fills_the_same(copied, loaded):
+    model = loaded("lm")
+    assert copied(model).fill("film <mask> story.") == model.fill("film <mask> story.")
+
+
+def test_spawned_process_receives_a_model(loaded, sst2_texts):
+    model = loaded("SST-2")
+    # A built-in function, so that the process imports this package only because of the model.
+    predict_texts = operator.methodcaller("predict", sst2_texts)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        predictions = pool.submit(predict_texts, model).result(timeout=120)
+    assert labels_of(predictions) == labels_of(model.predict(sst2_texts))
+    probabilities = [prediction.probability for prediction in predictions]
+    assert probabilities == pytest.approx([prediction.probability for prediction in model.predict(sst2_texts)])
 
 
 @pytest.mark.parametrize("name", OPTIONS)
