@@ -120,6 +120,23 @@ def count_cut_rows(dataset: Any) -> int:
     return int(is_cut.sum())
 
 
+def lines_before_cut(dataset: Any) -> Any:
+    """Return the data set of the lines that a split's `src_tokens` are cut from, or None.
+
+    It is None if lines are not cut, or not at their ends, as with shorten_method=random_crop. `dataset` is as for
+    `count_cut_rows`.
+    """
+    lines: Any = getattr(_without_order(dataset).defn.get("net_input.src_tokens"), "dataset", None)
+    if type(lines) is TruncateDataset:
+        return lines.dataset
+    return None
+
+
+def add_input(dataset: Any, name: str, values: Any) -> None:
+    """Add a data set with one value per row to the `net_input` of a split. `dataset` is as for `count_cut_rows`."""
+    _without_order(dataset).defn[f"net_input.{name}"] = values
+
+
 def has_targets(dataset: Any) -> bool:
     """Return True if the rows of a split have targets. `dataset` is as for `count_cut_rows`."""
     return "target" in _without_order(dataset).defn

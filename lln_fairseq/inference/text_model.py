@@ -19,6 +19,7 @@ from fairseq.data.data_utils import collate_tokens
 from fairseq.models import BaseFairseqModel
 from torch import Tensor, nn
 
+from lln_fairseq.attention.segments import first_segment_lengths
 from lln_fairseq.checkpoints.compatibility import check_tokenizer, is_finetuned, label_names
 from lln_fairseq.checkpoints.config import stored_options
 from lln_fairseq.checkpoints.pooling import POOLINGS, Pooling, pool_hidden_states, stored_pooling
@@ -270,31 +271,45 @@ class TextModel(nn.Module):
         self,
         texts: Iterable[Text],
         inputs: int,
-        model_function: Callable[[Tensor], Iterable[Tensor]],
+        model_function: Callable[..., Iterable[Tensor]],
         on_long: str,
         max_characters: int = CHUNK_CHARACTERS,
     ) -> Iterator[tuple[Sequence[str], Tensor]]:
         """Yield each text, as a tuple of `inputs` strings, with the output of `model_function` for it, in order.
 
-        `model_function` maps padded tokens (B, N) on the model's device to B outputs, float32 on the CPU.
-        `max_characters` is how much text is read ahead. At the end, even if the caller stops early, a warning says how
-        many texts were cut.
+        `model_function` maps padded tokens (B, N) on the model's device to B outputs, float32 on the CPU. Its further
+        arguments go to the model. `max_characters` is how much text is read ahead. At the end, even if the caller stops
+        early, a warning says how many texts were cut.
         """
         _require_many(texts)
         limit = LengthLimit(self.longest, on_long)
         try:
             with _data_errors_as_input_errors():
                 for chunk in split_into_chunks(texts_to_rows(texts, inputs), max_characters):
-                    samples = limit.apply(self.ids.encode_rows(chunk))
-                    yield from zip(chunk, self._map_samples(samples, chunk, model_function), strict=True)
+                    samples = self.ids.encode_rows(chunk)
+                    segment_lengths = self._segment_lengths(samples)
+                    samples = limit.apply(samples)
+                    outputs = self._map_samples(samples, segment_lengths, chunk, model_function)
+                    yield from zip(chunk, outputs, strict=True)
         finally:
             _log_cut_texts(limit)
+
+    def _segment_lengths(self, samples: Sequence[Tensor]) -> Tensor | None:
+        """Return the lengths of the first segments of samples (N,) that are not cut yet, (number of samples,).
+
+        Return None if the model does not need them.
+        """
+        if not self.stores_segments:
+            return None
+        eos = self.task.source_dictionary.eos()
+        return torch.cat([first_segment_lengths(sample[None], eos) for sample in samples])
 
     def _map_samples(
         self,
         samples: Sequence[Tensor],
+        segment_lengths: Tensor | None,
         rows: Sequence[Sequence[str]],
-        model_function: Callable[[Tensor], Iterable[Tensor]],
+        model_function: Callable[..., Iterable[Tensor]],
     ) -> list[Tensor]:
         """Return the output of `model_function` for each sample (N,). `rows` are the texts, for error messages."""
         outputs = [torch.empty(0)] * len(samples)
@@ -303,23 +318,26 @@ class TextModel(nn.Module):
             if len(samples[batch[0]]) == 0:
                 raise InputError(f"{names[0]} has no tokens")
             tokens = collate_tokens([samples[number] for number in batch], self.task.source_dictionary.pad())
-            batch_outputs = model_function(tokens.to(self._device))
+            options = {}
+            if segment_lengths is not None:
+                options["segment_lengths"] = segment_lengths[batch].to(self._device)
+            batch_outputs = model_function(tokens.to(self._device), **options)
             for number, name, output in zip(batch, names, batch_outputs, strict=True):
                 require_finite(output, name)
                 outputs[number] = output
         return outputs
 
     @torch.no_grad()
-    def _class_logits(self, tokens: Tensor) -> Tensor:
+    def _class_logits(self, tokens: Tensor, **options: Any) -> Tensor:
         """Return the logits (B, classes) of the classification head for tokens (B, N)."""
         head = self.task.cfg.classification_head_name
-        logits = self._run_model(tokens, features_only=True, classification_head_name=head)
+        logits = self._run_model(tokens, features_only=True, classification_head_name=head, **options)
         return logits.float().cpu()
 
     @torch.no_grad()
-    def _features(self, tokens: Tensor, pooling: str, normalize: bool) -> Iterable[Tensor]:
+    def _features(self, tokens: Tensor, pooling: str, normalize: bool, **options: Any) -> Iterable[Tensor]:
         """Return the pooled features (B, C) of tokens (B, N), or a list of (N_i, C) with pooling="tokens"."""
-        features = self._run_model(tokens, features_only=True)
+        features = self._run_model(tokens, features_only=True, **options)
         features = features.float()
         real = tokens.ne(self.task.source_dictionary.pad())
         if pooling != TOKENS:

@@ -33,17 +33,18 @@ class Distillation(LayerwiseTrainer):
         self.teacher = teacher
         self.model = model
 
-    def errors(self, tokens: Tensor) -> list[Tensor]:
+    def errors(self, tokens: Tensor, segment_lengths: Tensor | None = None) -> list[Tensor]:
         """Compute ‖h - h'‖² / ‖h'‖² of each layer on a batch.
 
         Args:
             tokens: ids (B, N)
+            segment_lengths: the lengths of the first segments (B,); None: those that the tokens show
 
         Returns: scalars with gradients, in the order of the layers
         """
         with torch.no_grad():
             teacher_states = hidden_states(self.teacher, tokens)
-        states = hidden_states(self.model, tokens)
+        states = hidden_states(self.model, tokens, segment_lengths)
         padded = tokens.eq(self.model.encoder.dictionary.pad())
         if padded.any():
             mask = padded.mT[..., None].to(states[0].device)  # (N, B, 1)
@@ -55,15 +56,19 @@ class Distillation(LayerwiseTrainer):
         return errors
 
 
-def hidden_states(model: Any, tokens: Tensor) -> list[Tensor]:
+def hidden_states(model: Any, tokens: Tensor, segment_lengths: Tensor | None = None) -> list[Tensor]:
     """Compute the output of each layer of a model.
 
     Args:
         model: a RoBERTa model of this project
         tokens: ids (B, N), on any device
+        segment_lengths: as for `Distillation.errors`
 
     Returns: one tensor (N, B, C) per layer, in order, with tokens before texts as in fairseq; without the embeddings
     """
-    tokens = tokens.to(next(model.parameters()).device)
-    states = model(src_tokens=tokens, features_only=True, return_all_hiddens=True)[1]["inner_states"]
+    device = next(model.parameters()).device
+    options: dict[str, Any] = dict(features_only=True, return_all_hiddens=True)
+    if segment_lengths is not None:
+        options["segment_lengths"] = segment_lengths.to(device)
+    states = model(src_tokens=tokens.to(device), **options)[1]["inner_states"]
     return states[1:]  # states[0] is the output of the embeddings

@@ -77,7 +77,7 @@ class Students(LayerwiseTrainer):
     def losses(self, texts: Any, tokens: int, longest: int) -> list[Tensor]:
         if self.loss == OUTPUT_LOSS:
             return super().losses(texts, tokens, longest)
-        calls = self._teacher_calls(texts.mixed_batch(tokens, longest, self.generator))
+        calls = self._teacher_calls(*texts.mixed_batch(tokens, longest, self.generator))
         losses = []
         for call, student in zip(calls, self.students, strict=True):
             losses.append(weight_divergence(student.attention_matrix(call.q, call.k, call.mask), call))
@@ -88,31 +88,38 @@ class Students(LayerwiseTrainer):
             return super().scalars(means)
         return {"loss": sum(means) / len(means)}
 
-    def errors(self, tokens: Tensor) -> list[Tensor]:
+    def errors(self, tokens: Tensor, segment_lengths: Tensor | None = None) -> list[Tensor]:
         """Compute the relative squared error of each layer on a batch.
 
         Each student gets the q, k, v and mask of the teacher's attention in its layer. Only the students get gradients.
 
         Args:
             tokens: ids (B, N), on any device
+            segment_lengths: the lengths of the first segments (B,); None: those that the tokens show
 
         Returns: scalars with gradients, in the order of the layers
         """
         errors = []
-        for layer, call, student in zip(self.layers, self._teacher_calls(tokens), self.students, strict=True):
+        calls = self._teacher_calls(tokens, segment_lengths)
+        for layer, call, student in zip(self.layers, calls, self.students, strict=True):
             out = student(call.q, call.k, call.v, call.mask)
             errors.append(relative_error(out, call, layer.self_attn.out_proj.weight.detach()))
         return errors
 
-    def _teacher_calls(self, tokens: Tensor) -> list[AttentionCall]:
-        """Run the teacher on tokens (B, N), and return the calls of its attentions, in the order of the layers."""
-        tokens = tokens.to(next(self.model.parameters()).device)
+    def _teacher_calls(self, tokens: Tensor, segment_lengths: Tensor | None = None) -> list[AttentionCall]:
+        """Run the teacher, and return the calls of its attentions, in the order of the layers.
+
+        The arguments are as for `errors`. Students that need the segment lengths get them.
+        """
+        device = next(self.model.parameters()).device
+        tokens = tokens.to(device)
         with torch.no_grad(), recorded(self.layers) as calls:
             self.model(src_tokens=tokens, features_only=True)
         if self.students[0].attention.needs_segments:
-            segment_lengths = first_segment_lengths(tokens, self.model.encoder.dictionary.eos())
+            if segment_lengths is None:
+                segment_lengths = first_segment_lengths(tokens, self.model.encoder.dictionary.eos())
             for student in self.students:
-                student.attention.segment_lengths = segment_lengths
+                student.attention.segment_lengths = segment_lengths.to(device)
         return calls
 
     def branches(self) -> dict[str, list[Student]]:

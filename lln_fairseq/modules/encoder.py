@@ -247,25 +247,32 @@ class LLNTransformerEncoder(TransformerEncoder):
             x = self.quant_noise(x)
         return x, embed
 
-    def forward(self, src_tokens: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def forward(
+        self, src_tokens: Tensor, *args: Any, segment_lengths: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
         """Return fairseq's dictionary, with the output of the last layer under the additional key `features`.
 
-        Arguments are those of fairseq's encoder. Attentions that need the lengths of the first segments get those of
-        src_tokens (B, T).
+        The other arguments are those of fairseq's encoder.
+
+        Args:
+            src_tokens: token ids (B, T).
+            segment_lengths: the lengths of the first segments (B,), for attentions that need them. None: those that
+                src_tokens show, which are too short for a sequence that was cut inside its first segment.
 
         fairseq's NanDetector looks for a tensor among the values of every module's result. fairseq's dictionary has
         only lists, so without this tensor the detector would fail with a StopIteration that has no message.
         """
-        self._set_segment_lengths(src_tokens)
+        self._set_segment_lengths(src_tokens, segment_lengths)
         out = super().forward(src_tokens, *args, **kwargs)
         return {**out, "features": out["encoder_out"][0]}
 
-    def _set_segment_lengths(self, tokens: Tensor) -> None:
-        """Give the lengths of the first segments of tokens (B, T) to the attentions that need them."""
+    def _set_segment_lengths(self, tokens: Tensor, lengths: Tensor | None) -> None:
+        """Give the lengths (B,), or else those of tokens (B, T), to the attentions that need first segments."""
         attentions = [module for module in self._attentions() if module.needs_segments]
         if not attentions:
             return
-        lengths = first_segment_lengths(tokens, self.dictionary.eos())
+        if lengths is None:
+            lengths = first_segment_lengths(tokens, self.dictionary.eos())
         for module in attentions:
             module.segment_lengths = lengths
 
@@ -328,11 +335,29 @@ class LLNRobertaEncoder(RobertaEncoder):
             if name.endswith(("layer_norm", "layernorm_embedding")) and not belongs_to_mechanism:
                 module.eps = args.layer_norm_eps
 
-    def forward(self, *args: Any, shard: Shard | None = None, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
-        """Apply fairseq's encoder to the tokens of a shard, or to whole sequences if `shard` is None."""
+    def forward(
+        self,
+        src_tokens: Tensor,
+        features_only: bool = False,
+        return_all_hiddens: bool = False,
+        masked_tokens: Tensor | None = None,
+        shard: Shard | None = None,
+        segment_lengths: Tensor | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Apply fairseq's encoder to the tokens of a shard, or to whole sequences if `shard` is None.
+
+        `segment_lengths` is as for `LLNTransformerEncoder`.
+        """
         if shard is not self.sentence_encoder.shard:
             self.sentence_encoder.set_shard(shard)
-        return super().forward(*args, **kwargs)
+        # The rest is fairseq's forward, which has no way to pass the segment lengths.
+        out = self.sentence_encoder(src_tokens, return_all_hiddens=return_all_hiddens, segment_lengths=segment_lengths)
+        x = out["encoder_out"][0].transpose(0, 1)
+        if not features_only:
+            x = self.output_layer(x, masked_tokens=masked_tokens)
+        inner_states = out["encoder_states"] if return_all_hiddens else None
+        return x, {"inner_states": inner_states}
 
     def build_encoder(self, args: Any, dictionary: Any, embed_tokens: nn.Embedding) -> LLNTransformerEncoder:
         """Build the transformer encoder with BERT's initial values. fairseq calls this hook."""

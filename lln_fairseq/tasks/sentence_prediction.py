@@ -11,15 +11,26 @@ from pathlib import Path
 from typing import Any, Optional
 
 import numpy as np
-from fairseq.data import SortDataset, data_utils
+import torch
+from fairseq.data import BaseWrapperDataset, SortDataset, data_utils
 from fairseq.tasks import register_task
 from fairseq.tasks.sentence_prediction import SentencePredictionConfig, SentencePredictionTask
 from omegaconf import II, OmegaConf, open_dict
 from omegaconf.errors import InterpolationKeyError
+from torch import Tensor
 
+from lln_fairseq.attention.segments import first_segment_lengths
 from lln_fairseq.checkpoints.compatibility import label_names, longest_sequence
 from lln_fairseq.data.checks import check_labels, check_lines, check_targets, read_symbols, require_same_symbols
-from lln_fairseq.data.sentence_inputs import count_cut_rows, has_targets, make_samples, read_inputs, read_labels
+from lln_fairseq.data.sentence_inputs import (
+    add_input,
+    count_cut_rows,
+    has_targets,
+    lines_before_cut,
+    make_samples,
+    read_inputs,
+    read_labels,
+)
 from lln_fairseq.errors import InputError, input_errors
 from lln_fairseq.models import LLNRobertaModel
 from lln_fairseq.training.hooked_task import HookedTask, require_files
@@ -56,6 +67,25 @@ class LLNSentencePredictionConfig(TrainingOptions, SentencePredictionConfig):
     )
     strip_eos: bool = field(default=False, metadata={"help": "leave out the </s> at the end of each input"})
     finetune_from_model: Optional[str] = II("checkpoint.finetune_from_model")
+
+
+class FirstSegmentLengths(BaseWrapperDataset):
+    """Wraps a data set of lines. Its items are the numbers of tokens in their first segments, int64 scalars.
+
+    Args:
+        dataset: the lines, not yet cut: a cut can remove the end of the first segment.
+        eos: the id of </s>.
+    """
+
+    def __init__(self, dataset: Any, eos: int) -> None:
+        super().__init__(dataset)
+        self.eos = eos
+
+    def __getitem__(self, index: int) -> Tensor:
+        return first_segment_lengths(self.dataset[index][None], self.eos)[0]
+
+    def collater(self, samples: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(samples))
 
 
 @register_task("lln_sentence_prediction", dataclass=LLNSentencePredictionConfig)
@@ -100,7 +130,8 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
         """Load a split into self.datasets, and return the data set. It is shuffled unless --no-shuffle is set.
 
         With `group_by_length`, a shuffled data set is sorted by length, and rows of the same length stay shuffled.
-        A warning says how many rows are cut to max_positions, if any are.
+        A warning says how many rows are cut to max_positions, if any are. Samples then also have the lengths of the
+        first segments of the uncut rows, as `segment_lengths`.
 
         Args:
             split: the name of the split.
@@ -122,6 +153,10 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
                 f"split '{split}' of {self.cfg.data}: {cut_rows} of {len(dataset)} rows ({share:.1%}) are cut to "
                 f"{self.cfg.max_positions} tokens (task.max_positions)"
             )
+        uncut_lines = lines_before_cut(dataset)
+        if cut_rows > 0 and uncut_lines is not None and not self.cfg.two_towers:
+            lengths = FirstSegmentLengths(uncut_lines, self.source_dictionary.eos())
+            add_input(dataset, "segment_lengths", lengths)
         if self.cfg.group_by_length and isinstance(dataset, SortDataset):
             # The last key is the primary one. The random key before it orders rows of the same length; fairseq shuffles
             # the batches afterwards.

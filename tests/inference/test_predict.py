@@ -337,12 +337,41 @@ def test_model_encodes_with_stored_pooling(loaded, runs, tmp_path):
         model.fill("film <mask> story.")
 
 
-def test_threads_share_a_model_with_global_segments(runs, tmp_path):
-    state = torch.load(runs["RTE"], weights_only=False)
+def save_with_global_segments(checkpoint, folder, **task_options):
+    """Save a copy of a checkpoint with global_tokens=first_segment and its tokenizer, and return the copy's path."""
+    state = torch.load(checkpoint, weights_only=False)
     state["cfg"]["model"] |= {"lln_diag_mix": "joint", "lln_diag_global_tokens": "first_segment"}
-    shutil.copytree(runs["RTE"].parent / "tokenizer", tmp_path / "tokenizer")
-    torch.save(state, tmp_path / "checkpoint.pt")
-    model = load(tmp_path / "checkpoint.pt")
+    state["cfg"]["task"] |= task_options
+    shutil.copytree(checkpoint.parent / "tokenizer", folder / "tokenizer")
+    torch.save(state, folder / "checkpoint.pt")
+    return folder / "checkpoint.pt"
+
+
+def test_first_texts_that_fill_the_row_are_global(runs, glue, tmp_path):
+    checkpoint = save_with_global_segments(runs["RTE"], tmp_path, max_positions=20)
+    reference, task = load_finetuned_model(str(checkpoint), str(glue / "RTE"))
+    outputs = compute_outputs(reference, task, "valid")
+    model = load(checkpoint)
+    lengths = []
+    for module in model.modules():
+        if getattr(module, "needs_segments", False):
+            module.register_forward_pre_hook(lambda module, args: lengths.append(module.segment_lengths.tolist()))
+
+    predictions = model.predict(texts_of(glue, "RTE"))
+
+    assert labels_of(predictions) == format_predictions(task, outputs)
+    probabilities = torch.tensor([prediction.probability for prediction in predictions])
+    torch.testing.assert_close(probabilities, outputs.logits.softmax(dim=-1).amax(dim=-1))
+    firsts = model.ids.encode_rows([row[:1] for row in texts_of(glue, "RTE")])
+    assert sorted(lengths[0]) == sorted(len(first) for first in firsts)
+    assert max(lengths[0]) > 20
+    lengths.clear()
+    model.encode(["film " * 30])  # a single text has no first segment, also if it is cut
+    assert lengths[0] == [1]
+
+
+def test_threads_share_a_model_with_global_segments(runs, tmp_path):
+    model = load(save_with_global_segments(runs["RTE"], tmp_path))
     layer = model.model.encoder.sentence_encoder.layers[0]
     (attention,) = [module for module in layer.modules() if getattr(module, "needs_segments", False)]
     inside, other_is_done = threading.Event(), threading.Event()

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from fairseq.data.data_utils import load_indexed_dataset
+from fairseq.tasks import setup_task
+from omegaconf import OmegaConf
 
 from lln_fairseq.analysis import measure
 from lln_fairseq.analysis.probe import ablated, record_layers
@@ -198,3 +201,53 @@ def test_run_trains_resumes_and_loads(pair_data, tmp_path, monkeypatch):
     tokens = batch["net_input"]["src_tokens"]
     for length, row in zip(attention_of(model).segment_lengths.tolist(), tokens.tolist(), strict=True):
         assert row[length - 1 : length + 1] == [EOS, EOS]
+
+
+def load_split(data, **options):
+    """Return the rows of the split "valid", cut to 20 tokens, as one batch in their order, and the task."""
+    options = {"separator_token": EOS, "shorten_method": "truncate", "no_shuffle": True} | options
+    config = {"_name": "lln_sentence_prediction", "data": str(data), "num_classes": 2, "init_token": BOS}
+    config |= {"max_positions": 20, "regression_target": False, "seed": 1, **options}
+    task = setup_task(OmegaConf.create(config))
+    dataset = task.load_dataset("valid")
+    return dataset.collater([dataset[row] for row in range(len(dataset))]), task
+
+
+def first_lengths(data, task):
+    """Return the lengths of the first texts of the split "valid", with <s> and </s>, before the rows are cut."""
+    lines = load_indexed_dataset(str(data / "input0/valid"), task.source_dictionary)
+    return [len(line) + 1 for line in lines]
+
+
+def test_first_segment_is_found_before_the_row_is_cut(pair_data):
+    batch, task = load_split(pair_data)
+    expected = first_lengths(pair_data, task)
+    assert min(expected) < 20 < max(expected)
+
+    assert batch["net_input"]["segment_lengths"].tolist() == expected
+    model = build_model(**FIRST_SEGMENT)
+    model(**batch["net_input"], features_only=True)
+    assert attention_of(model).segment_lengths.tolist() == expected
+    model(**batch["net_input"], classification_head_name="head")
+    assert attention_of(model).segment_lengths.tolist() == expected
+
+
+def test_row_that_its_first_text_fills_has_global_tokens_only(pair_data):
+    batch, _ = load_split(pair_data)
+    tokens, lengths = batch["net_input"]["src_tokens"], batch["net_input"]["segment_lengths"]
+    is_filled = lengths >= 20
+    by_segment = features(build_model(**FIRST_SEGMENT), tokens[is_filled])
+    by_cut = build_model(**FIRST_SEGMENT)(tokens[is_filled], features_only=True, segment_lengths=lengths[is_filled])[0]
+    softmax = features(build_model(**GLOBAL, lln_diag_global_tokens="20"), tokens[is_filled])
+    torch.testing.assert_close(by_cut, softmax)
+    assert not torch.allclose(by_segment, softmax, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_positions": 100}, {"shorten_method": "random_crop"}, {"two_towers": True, "separator_token": None}],
+    ids=["not cut", "cropped", "two towers"],
+)
+def test_rows_whose_tokens_show_the_segments_have_no_lengths(options, pair_data):
+    batch, _ = load_split(pair_data, **options)
+    assert "segment_lengths" not in batch["net_input"]
