@@ -20,6 +20,7 @@ from lln_fairseq.modules.encoder import parse_softmax_layers
 
 COUNT = 256  # rows or texts of the training data, on which the layers are chosen
 MAX_TOKENS = 65536  # of these rows: there are fewer if rows are long, because the model is evaluated many times
+ROUNDED_TO_ZERO = 5e-5  # smaller distances are printed as 0.0000
 BEST = re.compile(r"best:([1-9]\d*)")
 
 
@@ -143,7 +144,8 @@ def find_best_layers(count: int, students: Students, distance: Distance) -> list
     """Choose the layers in which softmax brings the model closest to the teacher.
 
     Start with linear attention in every layer. Then choose one layer at a time: the layer in which softmax reduces the
-    distance most. In each step, the distance for every candidate is printed. The model is unchanged afterwards.
+    distance most. In each step, the distance for every candidate is printed, and a warning before the first step that
+    starts at a distance of 0. The model is unchanged afterwards.
 
     Args:
         count: the number of layers to choose, at most the number of layers
@@ -155,11 +157,20 @@ def find_best_layers(count: int, students: Students, distance: Distance) -> list
     layers = len(students.layers)
     print(f"{distance.name}, with softmax in some layers:", flush=True)
     with swapped_attention(students.layers, students.students):
-        print(f"  linear attention in every layer: {distance():.4f}", flush=True)
+        current = distance()
+    print(f"  linear attention in every layer: {current:.4f}", flush=True)
     chosen: list[int] = []
+    has_warned = False
     evaluations = sum(layers - done for done in range(count))
     with progress_bar("restoring softmax", evaluations, "candidate") as bar:
         for _ in range(count):
+            if current < ROUNDED_TO_ZERO and not has_warned:
+                bar.write(
+                    "  warning: the model equals its teacher already, so rounding errors choose the next layers. "
+                    "LLN+Diag is softmax in texts that fit into one block: give longer texts or a smaller block_size, "
+                    "or name the layers"
+                )
+                has_warned = True
             distances = {}
             for layer in range(layers):
                 if layer in chosen:
@@ -174,4 +185,5 @@ def find_best_layers(count: int, students: Students, distance: Distance) -> list
                 where = ", ".join(f"layer {layer}" for layer in chosen) + " and one more"
             bar.write(f"  softmax in {where}: {candidates}")
             chosen.append(ranking[0])
+            current = distances[ranking[0]]
     return chosen

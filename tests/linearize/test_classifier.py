@@ -252,6 +252,7 @@ def test_best_layers_are_the_nearest_to_the_teacher(teacher, tmp_path, capsys):
     assert run(path, data, tmp_path / "out", *OPTIONS, "--softmax-layers", "best:1") == 0
     report = capsys.readouterr().out
     assert "KL divergence from the teacher on 120 rows of split 'train'" in report
+    assert "rounding errors" not in report
     linear = float(re.search(r"linear attention in every layer: (\S+)", report)[1])
     ranking = [(int(layer), float(kl)) for layer, kl in re.findall(r"layer (\d) (\d\S+?)(?:,|$)", report, re.MULTILINE)]
     assert len(ranking) == 2
@@ -271,6 +272,15 @@ def test_best_layers_are_the_nearest_to_the_teacher(teacher, tmp_path, capsys):
     assert "KL divergence" not in capsys.readouterr().out
     assert run(path, data, tmp_path / "all", *OPTIONS, "--softmax-layers", "best:2") == 0
     assert re.search(r"softmax in layer \d and one more: layer \d 0\.0000$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_best_layers_of_texts_in_one_block_have_a_warning(teacher, tmp_path, capsys):
+    options = ("--option", "mix=joint_offset", "block_size=128", *SHORT)
+    assert run(*teacher, tmp_path / "out", *options, "--softmax-layers", "best:2") == 0
+    lines = capsys.readouterr().out.splitlines()
+    (number,) = [number for number, line in enumerate(lines) if "so rounding errors choose the next layers" in line]
+    assert lines[number - 1] == "  linear attention in every layer: 0.0000"
+    assert lines[number + 1].startswith("  softmax in one layer: layer ")
 
 
 def test_best_layers_of_a_regression_and_of_texts(regression, tmp_path, capsys):
