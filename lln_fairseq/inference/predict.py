@@ -4,7 +4,7 @@
 
 A line is a text, or two texts separated by a tab for a task with pairs. Every line of the input gives one line of the
 output: the label and its probability separated by a tab, or the score of a regression. An empty line gives an empty
-line.
+line. A tab alone is a pair of two empty texts.
 """
 
 import argparse
@@ -93,7 +93,8 @@ def prediction_lines(model: TextModel, lines: Iterable[tuple[int, str]], on_long
         """Yield the texts of every line that is not empty."""
         nonlocal lines_read
         for lines_read, line in lines:
-            if line.strip():
+            is_empty_pair = model.inputs == 2 and "\t" in line
+            if line.strip() or is_empty_pair:
                 waiting.append(lines_read)
                 yield _split_columns(line, lines_read, model.inputs)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 import torch.nn.functional as F
@@ -211,9 +211,9 @@ class TextModel(nn.Module):
 
         Raises:
             InputError: if the text does not have exactly one <mask>, if the text is too long and on_long="error" or the
-                <mask> would be cut off, if k is not between 1 and the number of symbols that can be returned, if the
-                model was fine-tuned, which changes the features that the language-model head reads, or if it is an
-                encoder of sentence vectors, whose head may be untrained.
+                <mask> would be cut off, if k is not a whole number between 1 and the number of symbols that can be
+                returned, if the model was fine-tuned, which changes the features that the language-model head reads, or
+                if it is an encoder of sentence vectors, whose head may be untrained.
         """
         if self.finetuned:
             raise InputError("the model was fine-tuned and cannot fill a <mask> any more: use the pre-trained one")
@@ -221,6 +221,8 @@ class TextModel(nn.Module):
             raise InputError("the model is an encoder of sentence vectors and cannot fill a <mask>: use `encode`")
         if not isinstance(text, str) or text.count(MASK) != 1:
             raise InputError(f"fill takes a text with one {MASK}, got {text!r:.80}")
+        if isinstance(k, bool) or not isinstance(k, SupportsIndex):
+            raise InputError(f"k must be a whole number, got {k!r}")
         left, right = text.split(MASK)
         with _data_errors_as_input_errors():
             ids = self.ids.encode_masked(left, right)

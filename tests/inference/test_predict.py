@@ -456,6 +456,7 @@ def test_mask_is_filled_with_most_likely_tokens(loaded):
     fillings = loaded("lm").fill("film <mask> story.", 4)
     probabilities = [filling.probability for filling in fillings]
     assert len(fillings) == 4
+    assert loaded("lm").fill("film <mask> story.", np.int64(4)) == fillings
     assert probabilities == sorted(probabilities, reverse=True)
     assert all(0 < probability <= 1 for probability in probabilities)
     for token, _, text in fillings:
@@ -523,6 +524,9 @@ def test_masked_text_of_byte_level_bpe_keeps_its_parts(left, right, tmp_path):
         ("lm", lambda model: model.encode(["film", None]), r"texts\[1\] must be one text, a string, got None"),
         ("lm", lambda model: model.fill(None), "one <mask>, got None"),
         ("lm", lambda model: model.fill("<mask>", 1000), "k must be between 1 and .* got 1000"),
+        ("lm", lambda model: model.fill("<mask>", 2.5), "k must be a whole number, got 2.5"),
+        ("lm", lambda model: model.fill("<mask>", True), "k must be a whole number, got True"),
+        ("lm", lambda model: model.fill("<mask>", None), "k must be a whole number, got None"),
         ("SST-2", lambda model: model.predict("a film"), "put it in a list"),
         ("SST-2", lambda model: model.predict([("a", "b")]), "one text"),
         ("SST-2", lambda model: model.predict(["\ud800"]), "half of a character|surrogate"),
@@ -604,6 +608,18 @@ def test_pairs_are_scored_through_pipes(runs, glue, monkeypatch, capsys):
     assert (code, errors) == (0, "")
     expected = load(runs["STS-B"]).predict(pairs)
     assert [float(line) for line in output.splitlines()] == pytest.approx(expected, abs=1e-5)
+
+
+def test_tab_alone_is_a_pair_of_empty_texts(runs, loaded, tmp_path, capsys):
+    (tmp_path / "in").write_text("film\tstory\n\t\n \n\tstory\nfilm\t\n")
+
+    code, output, errors = predict(capsys, runs["STS-B"], "--input", tmp_path / "in")
+
+    assert (code, errors) == (0, "")
+    expected = loaded("STS-B").predict([("film", "story"), ("", ""), ("", "story"), ("film", "")])
+    lines = output.splitlines()
+    assert lines.pop(2) == ""
+    assert [float(line) for line in lines] == pytest.approx(expected, abs=1e-5)
 
 
 def test_lines_are_read_a_few_thousand_ahead():
