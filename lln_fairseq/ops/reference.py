@@ -133,4 +133,5 @@ def kernel_matrix(phi_q: Tensor, phi_k: Tensor, key_padding_mask: Tensor | None 
     scores = phi_q @ phi_k.transpose(-2, -1)
     if key_padding_mask is not None:
         scores = scores.masked_fill(key_padding_mask[:, None, None, :], 0.0)
-    return torch.nan_to_num(scores / scores.sum(dim=-1, keepdim=True), nan=0.0)
+    total = scores.sum(dim=-1, keepdim=True)
+    return scores / total.masked_fill(total == 0, 1.0)
