@@ -108,6 +108,10 @@ class Int8Linear(PackedLinear):
     `quantize_linear_layers` turns the linear layers of a model into this class.
     """
 
+    def _can_use_packed_weight(self, x: Tensor) -> bool:
+        # For one input feature, torch._int_mm returns garbage, see `quantize_rows`.
+        return self.in_features > 1 and super()._can_use_packed_weight(x)
+
     def _multiply(self, x: Tensor, gelu: bool) -> Tensor:
         weight, scales = self._packed_weight()
         bias = torch.zeros_like(scales) if self.bias is None else self.bias
@@ -131,10 +135,13 @@ class Int8Linear(PackedLinear):
 def quantize_rows(x: Tensor, largest: int) -> tuple[Tensor, Tensor]:
     """Return int8 numbers (rows, columns) from -largest to largest, and scales (rows, 1), with numbers * scales near x.
 
-    If x (rows, columns) has NaN or an infinity, the scale of that row is not finite.
+    The numbers have the strides (columns, 1). If x (rows, columns) has NaN or an infinity, the scale of that row is not
+    finite.
     """
     scales = x.abs().amax(dim=1, keepdim=True).clamp_(min=SMALLEST_SCALE).div_(largest)
-    return (x / scales).round_().to(torch.int8), scales
+    # torch._int_mm returns garbage if a leading stride is too small, also that of a dimension of size 1, which
+    # contiguous() keeps (https://github.com/pytorch/pytorch/issues/195066).
+    return (x / scales).round_().to(torch.int8, memory_format=torch.contiguous_format), scales
 
 
 def pack_linear_layers(model: nn.Module) -> None:

@@ -207,6 +207,50 @@ def test_int8_layer_multiplies_quantized_numbers(bias, gelu, tokens_per_piece, m
     torch.testing.assert_close(actual, expected.float())
 
 
+def column_major(x):
+    return x.t().contiguous().t()
+
+
+def part_of_wider(x):
+    return F.pad(x, (3, 5))[:, 3:-5]
+
+
+def every_other_row(x):
+    return x.repeat_interleave(2, dim=0)[::2]
+
+
+def with_single_strides(x):
+    """Return x, which has one row or one column, with the strides (1, 1)."""
+    return torch.empty_strided(x.shape, (1, 1)).copy_(x)
+
+
+LAYOUTS = (torch.clone, column_major, part_of_wider, every_other_row)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 33])
+@pytest.mark.parametrize("in_features", [1, 2, 3, 48, 64, 257])
+@pytest.mark.parametrize("out_features", [1, 2, 33])
+def test_int8_layer_is_exact_for_whole_numbers_of_any_strides(rows, in_features, out_features, monkeypatch):
+    monkeypatch.setattr(packed_linear, "TOKENS_PER_PIECE", 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # pieces of 4 rows, the last one of 1 to 4
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randint(-127, 128, (rows, in_features), generator=generator).float()
+    weight = torch.randint(-63, 64, (out_features, in_features), generator=generator).float()
+    x[:, 0] = 127  # so that all scales are 1
+    weight[:, -1] = -63
+    expected = (x.long() @ weight.long().t()).float()
+    layouts = LAYOUTS
+    if 1 in x.shape:
+        layouts = (*LAYOUTS, with_single_strides)
+    for layout_of_weight in LAYOUTS:
+        layer = Int8Linear(in_features, out_features, bias=False).eval()
+        layer.weight = nn.Parameter(layout_of_weight(weight))
+        for layout in layouts:
+            with torch.no_grad():
+                actual = layer(layout(x))
+            assert torch.equal(actual, expected), (layout_of_weight.__name__, layout.__name__)
+
+
 def test_int8_layer_is_near_float():
     layer = int8_layer()
     expected = F.linear(random_input(), layer.weight, layer.bias).detach()
