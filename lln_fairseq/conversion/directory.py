@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lln_fairseq.checkpoints.reading import load_plain_data, verify_checksums
 from lln_fairseq.checkpoints.saving import LOCK, lock_directory
+from lln_fairseq.data.files import atomic_path
 from lln_fairseq.errors import InputError, first_line
 
 CONFIG = "config.json"
@@ -163,3 +164,13 @@ def write_large(path: Path, write: Callable[[Path], None]) -> None:
     except Exception as error:
         free = shutil.disk_usage(path.parent).free / 1e6
         raise InputError(f"cannot write {path.name}: {first_line(error)} ({free:.0f} MB free)") from error
+
+
+def save_atomically(state: Any, path: Path) -> None:
+    """Save an object with `torch.save`, completely or not at all. Raises InputError if the file cannot be written."""
+
+    def write(path: Path) -> None:
+        with atomic_path(path) as part:
+            torch.save(state, part)
+
+    write_large(path, write)

@@ -5,6 +5,8 @@ import fcntl
 import glob
 import hashlib
 import os
+import re
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,25 +18,29 @@ CHUNKS = 64  # samples per file
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path for the `with` block to write a file to. At its end, rename the file to `path`.
+    """Yield the path of an empty temporary file for the `with` block to write to. At its end, rename it to `path`.
 
     The file is flushed to the disk before it is renamed. So if `path` exists, it is complete, even after a crash. If
     the block raises an exception, the temporary file is removed, and an existing `path` is unchanged. The directory of
-    `path` is created if necessary. Two processes must not write the same path at the same time; see `lock_file`.
+    `path` is created if necessary.
+
+    Several processes may write the same path at the same time: each has its own temporary file, and the last one that
+    ends wins. What a killed process has left is removed when the same path is written again, except on a file system
+    without locks.
 
     Raises:
-        OSError: if the file cannot be written. The error always names a file, also for a full disk.
+        OSError: if the file cannot be written. The error always names `path`, also for a full disk.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".part")
     try:
-        yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno and error.filename is None:
+        with _temporary_file(path) as temporary:
+            yield temporary
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+    except OSError as error:
+        names_temporary_file = error.filename is not None and _is_temporary(Path(error.filename), path)
+        if error.errno and (error.filename is None or names_temporary_file):
             raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
         raise
     directory = os.open(path.parent, os.O_RDONLY)
@@ -42,6 +48,45 @@ def atomic_path(path: Path) -> Iterator[Path]:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+@contextmanager
+def _temporary_file(path: Path) -> Iterator[Path]:
+    """Create an empty file next to `path`, lock it during the `with` block, and remove it if it is still there then.
+
+    The lock tells other processes that this one is alive. The permissions are those of the process's umask.
+    """
+    _remove_leftovers(path)
+    while True:
+        temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
+        handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        # Another process may take the file for a leftover before it is locked.
+        if lock_file(handle) and temporary.exists():
+            break
+        os.close(handle)
+    try:
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove the temporary files of `path` whose writers were killed: those that are not locked."""
+    for candidate in path.parent.glob("*.part"):
+        if not _is_temporary(candidate, path):
+            continue
+        try:
+            with candidate.open("r+b") as file:  # NFS locks only files that are open for writing
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                candidate.unlink()
+        except OSError:  # its writer is alive, another process removed it, or there are no locks
+            continue
+
+
+def _is_temporary(candidate: Path, path: Path) -> bool:
+    """Return True if `candidate` has the name of a temporary file of `path`."""
+    return re.fullmatch(re.escape(path.name) + r"\.[0-9a-f]{16}\.part", candidate.name) is not None
 
 
 def lock_file(handle: int, wait: bool = False) -> bool:

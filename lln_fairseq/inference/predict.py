@@ -8,6 +8,7 @@ line. A tab alone is a pair of two empty texts.
 """
 
 import argparse
+import os
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -65,6 +66,7 @@ def predict_lines(args: argparse.Namespace) -> None:
     """
     if args.output == STANDARD_STREAM and sys.stdout is None:
         raise InputError("standard output is closed: give --output FILE")
+    reject_input_as_output(args.input, args.output)
     with ExitStack() as stack:
         lines = stack.enter_context(open_lines(args.input))
         model = load_text_model(args.checkpoint, args.data, args.tokenizer, args.int8)
@@ -138,6 +140,12 @@ def open_lines(name: str) -> Iterator[Iterable[str]]:
         raise InputError("standard input is closed: give --input FILE")
     else:
         yield tqdm(read_lines(sys.stdin.buffer, "standard input"), unit=" lines", disable=None)
+
+
+def reject_input_as_output(input_name: str, output_name: str | Path) -> None:
+    """Raise InputError if the output would replace the file that the texts are read from."""
+    if os.path.isfile(input_name) and os.path.isfile(output_name) and os.path.samefile(input_name, output_name):
+        raise InputError(f"--output would replace the texts of --input, {input_name}: give another file")
 
 
 @contextmanager

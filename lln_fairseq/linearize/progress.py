@@ -7,14 +7,13 @@ import time
 from collections import deque
 from typing import Any
 
-import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from lln_fairseq.checkpoints.reading import load_plain_data, verify_checksums
 from lln_fairseq.checkpoints.saving import lock_directory
 from lln_fairseq.conversion.convert import CHECKPOINT
-from lln_fairseq.conversion.directory import write_large
-from lln_fairseq.data.files import atomic_path, data_hash, sha256_of
+from lln_fairseq.conversion.directory import save_atomically
+from lln_fairseq.data.files import data_hash, sha256_of
 from lln_fairseq.errors import InputError
 from lln_fairseq.linearize.attention_transfer import LayerwiseTrainer
 from lln_fairseq.linearize.progress_bar import progress_bar
@@ -156,8 +155,7 @@ class Progress:
             "scores": self.scores,
             "complete": self.complete,
         }
-        with atomic_path(self.file) as part:
-            write_large(part, lambda path: torch.save(state, path))
+        save_atomically(state, self.file)
 
 
 def _without_optimizer(state: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from fairseq.models.roberta import RobertaModel
 from fairseq.utils import split_paths
 from omegaconf import OmegaConf
@@ -14,9 +13,8 @@ from lln_fairseq.checkpoints.config import STOCK_ATTENTION, plain_options, store
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, plugin_state
 from lln_fairseq.checkpoints.run_tokenizer import FOLDER, directories, save_tokenizer
 from lln_fairseq.conversion.convert import CHECKPOINT, checkpoint_at_update_0
-from lln_fairseq.conversion.directory import write_large
+from lln_fairseq.conversion.directory import save_atomically
 from lln_fairseq.conversion.encoder import DICTIONARY
-from lln_fairseq.data.files import atomic_path
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models import LLNRobertaModel
@@ -127,5 +125,4 @@ def write_classifier(
     parameters = {name: value.cpu() for name, value in model.state_dict().items()}
     state = checkpoint_at_update_0(parameters, {**plain_options(model.args), **options}, task_options, identity)
     save_tokenizer(task, str(out))
-    with atomic_path(out / CHECKPOINT) as part:
-        write_large(part, lambda path: torch.save(state, path))
+    save_atomically(state, out / CHECKPOINT)

@@ -738,6 +738,18 @@ def test_bad_line_is_reported_and_output_is_kept(name, content, message, runs, t
     assert not list(tmp_path.glob("*.part"))
 
 
+@pytest.mark.parametrize("program", ["predict", "encode"])
+def test_output_onto_the_input_is_rejected(program, runs, tmp_path, capsys):
+    (tmp_path / "in").write_text("good\n")
+    (tmp_path / "link").symlink_to("in")
+
+    code = main([program, str(runs["SST-2"]), "--input", f"{tmp_path}/link", "--output", f"{tmp_path}/in"])
+
+    assert code == 1
+    assert capsys.readouterr().err.startswith("error: --output would replace the texts of --input, ")
+    assert (tmp_path / "in").read_text() == "good\n"
+
+
 def test_missing_and_unsuitable_tokenizers_are_rejected(tmp_path, monkeypatch, glue):
     data = make_classification(tmp_path / "data")
     train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *CLASSIFICATION, *LLN, "--max-update", 1)
