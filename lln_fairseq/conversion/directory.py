@@ -131,12 +131,12 @@ def new_directory(out: Path) -> Iterator[Path]:
     Raises:
         InputError: if `out` exists already, or another process is writing it.
     """
-    if out.exists() or out.is_symlink():
-        raise InputError(f"{out} already exists: remove it or choose another directory")
+    _require_missing(out)
     part = out.with_name(f".{out.name}.part")
     part.mkdir(parents=True, exist_ok=True)
     lock_file = lock_directory(part, "conversion", "OUT")
     try:
+        _require_missing(out)  # another process may have finished it before this one locked `part`
         for leftover in part.iterdir():
             if leftover.is_dir():
                 shutil.rmtree(leftover)
@@ -148,13 +148,19 @@ def new_directory(out: Path) -> Iterator[Path]:
         for file in part.rglob("*"):
             if file.is_file():  # some libraries write files that only their owner can read
                 file.chmod(0o666 & ~umask)
-        (part / LOCK).unlink()
         part.rename(out)
+        (out / LOCK).unlink()  # not earlier: another process would lock `part` and empty it
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
     finally:
         lock_file.close()
+
+
+def _require_missing(out: Path) -> None:
+    """Raise InputError if there is a file, a directory or a symbolic link with this path."""
+    if out.exists() or out.is_symlink():
+        raise InputError(f"{out} already exists: remove it or choose another directory")
 
 
 def write_large(path: Path, write: Callable[[Path], None]) -> None:

@@ -64,8 +64,20 @@ class Progress:
         out_is_teacher = args.teacher.resolve().parent == args.out.resolve()
         if out_is_teacher or (model.exists() and not self.file.exists()):
             raise InputError(f"{args.out} holds another model: give another OUT")
+        self.files_before = self._file_identities()
         if self.file.exists():
             self._load(model.exists())
+
+    def _file_identities(self) -> list[tuple[int, ...] | None]:
+        """Return what changes when OUT/linearize.pt or OUT/model.pt is written, or None for a missing file."""
+        identities: list[tuple[int, ...] | None] = []
+        for path in (self.file, self.args.out / CHECKPOINT):
+            if path.exists():
+                status = path.stat()
+                identities.append((status.st_dev, status.st_ino, status.st_mtime_ns))
+            else:
+                identities.append(None)
+        return identities
 
     def _load(self, model_exists: bool) -> None:
         """Load the saved progress. Raises: InputError if a setting differs that the run can no longer change."""
@@ -97,10 +109,15 @@ class Progress:
     def create_directory(self) -> None:
         """Create OUT and lock it as long as this object lives.
 
-        Raises: InputError if another conversion is running in it.
+        Raises: InputError if another conversion is running in it, or has written it since this object was created.
         """
         self.args.out.mkdir(parents=True, exist_ok=True)
         self.lock = lock_directory(self.args.out, "conversion", "OUT")
+        if self._file_identities() != self.files_before:
+            raise InputError(
+                f"another program has written {self.args.out} in the meantime: run the command again, or give another "
+                "OUT"
+            )
 
     def finish(self) -> None:
         """Record that the model has been written."""

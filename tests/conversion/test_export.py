@@ -23,6 +23,7 @@ from transformers import (
 from lln_fairseq.__main__ import main
 from lln_fairseq.attention.lln_diag import MAX_GLOBAL_TOKENS
 from lln_fairseq.attention.segments import first_segment_lengths
+from lln_fairseq.conversion import directory
 from lln_fairseq.conversion import export as export_program
 from lln_fairseq.conversion import modeling_lln_roberta as modeling
 from lln_fairseq.conversion.convert import convert
@@ -545,3 +546,46 @@ with new_directory(Path({str(out)!r})) as folder:
         (folder / "new").touch()
 
     assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == ["out", "out/new"]
+
+
+def test_second_program_leaves_a_finished_directory_alone(tmp_path, monkeypatch):
+    """The second program starts at the worst moment: just before the first one renames its directory."""
+    out = tmp_path / "out"
+    code = f"""
+from pathlib import Path
+from lln_fairseq.conversion.directory import new_directory
+with new_directory(Path({str(out)!r})):
+    pass
+"""
+    rename = Path.rename
+    results = []
+
+    def start_second_program(path, target):
+        command = [sys.executable, "-c", code]
+        results.append(subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", start_second_program)
+
+    with new_directory(out) as folder:
+        (folder / "new").touch()
+
+    assert "belongs to a conversion that is running" in results[0].stderr
+    assert [path.name for path in out.iterdir()] == ["new"]
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_directory_that_appears_before_the_lock_is_kept(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    lock_directory = directory.lock_directory
+
+    def lock_too_late(*args):
+        out.mkdir()
+        return lock_directory(*args)
+
+    monkeypatch.setattr(directory, "lock_directory", lock_too_late)
+
+    with pytest.raises(InputError, match="out already exists"), new_directory(out):
+        raise AssertionError("the long work began")
+
+    assert list(tmp_path.iterdir()) == [out]
