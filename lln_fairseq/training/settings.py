@@ -1,19 +1,24 @@
 """Check a configuration, before the first update, for settings that are wrong or that the machine does not support."""
 
+import dataclasses
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from fairseq.dataclass.configs import FairseqConfig
 from fairseq.file_io import PathManager
 from fairseq.models import ARCH_MODEL_NAME_REGISTRY, MODEL_REGISTRY
+from omegaconf import OmegaConf
 
 from lln_fairseq.attention import MECHANISMS
+from lln_fairseq.attention.registry import did_you_mean
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION
 from lln_fairseq.checkpoints.saving import LAST
 from lln_fairseq.errors import InputError
 
+HYDRA_LOGGING = "job_logging_cfg"  # fairseq copies Hydra's settings there
 PROBABILITY = (0, 1)
 SEEDS = (0, 2**32 - 1)  # numpy's
 # The lowest and the highest value of options that fairseq does not check. With other values it would not train at all,
@@ -73,6 +78,7 @@ def check_configuration(cfg: Any) -> None:
         cfg: the whole configuration of any fairseq program; in programs that do not train, `model` is None, and only
             the settings that every program has are checked
     """
+    check_known_options(cfg)
     check_ranges(cfg)
     check_sequence_parallel(cfg)
     check_devices(cfg)
@@ -88,6 +94,32 @@ def check_training(cfg: Any) -> None:
     check_attention(cfg)
     check_restore_file(cfg)
     check_probe(cfg)
+
+
+def check_known_options(cfg: Any) -> None:
+    """Raise InputError for a group or an option that fairseq does not have, such as +common.sede=3.
+
+    Hydra accepts any name after a +. The options of models, tasks and other groups that have a `_name` are not checked:
+    fairseq rejects unknown ones, unless their class has no dataclass.
+    """
+    groups = FairseqConfig.__dataclass_fields__
+    for group in cfg:
+        if group == HYDRA_LOGGING or OmegaConf.is_missing(cfg, group):
+            continue
+        if group not in groups:
+            raise InputError(f"unknown group of options '{group}'{did_you_mean(group, groups)}")
+        options = cfg[group]
+        if not isinstance(options, Mapping):
+            continue
+        if dataclasses.is_dataclass(groups[group].default):
+            known = groups[group].default.__dataclass_fields__
+        elif options.get("_name") is None:
+            known = ["_name"]
+        else:
+            continue
+        for option in options:
+            if option not in known:
+                raise InputError(f"unknown option '{group}.{option}'{did_you_mean(option, known)}")
 
 
 def check_ranges(cfg: Any) -> None:

@@ -198,6 +198,10 @@ BAD_OVERRIDES = [
     (["attention=lln_dia"], "Could not find 'attention/lln_dia'.*lln_diag"),
     (["task.data=nowhere"], "^error: nowhere is not a .* data directory: nowhere/dict.txt is missing$"),
     (["+model.lln_diag_blocksize=3"], "unknown option 'lln_diag_blocksize'; did you mean 'lln_diag_block_size'"),
+    (["+checkpoint.safe_dir=x"], "^error: unknown option 'checkpoint.safe_dir'; did you mean 'save_dir'"),
+    (["+optimization.max_updates=2"], "unknown option 'optimization.max_updates'; did you mean 'max_update'"),
+    (["+bpe.gpt2_vocab=x"], r"unknown option 'bpe.gpt2_vocab' \(known: _name\)"),
+    (["+comon.seed=3"], "unknown group of options 'comon'; did you mean 'common'"),
     (["run=gpu8"], "^error: 8 workers on this machine need a GPU each"),
 ]
 
@@ -206,7 +210,7 @@ BAD_OVERRIDES = [
 def test_hydra_reports_bad_input_without_traceback(overrides, message, corpus, tmp_path, monkeypatch, capsys):
     paths = (f"task.data={corpus}", f"checkpoint.save_dir={tmp_path / 'save'}")
     with pytest.raises(SystemExit) as failed:
-        hydra_train(monkeypatch, *HYDRA, *paths, *overrides)
+        hydra_train(monkeypatch, *HYDRA, *paths, "optimization.max_update=1", *overrides)
     assert failed.value.code == 1
     output = capsys.readouterr().err
     assert re.search(message, output, re.DOTALL | re.MULTILINE), output
