@@ -7,7 +7,7 @@ import re
 import typing
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ FAIRSEQ_CLASSES = (
     int,
 )
 
+WITH_ATTRIBUTES = (argparse.Namespace, DictConfig, ListConfig, AnyNode)  # their entries are their attributes
+MAX_ENTRIES = 1 << 22  # of all containers in a file; large checkpoints have some 10,000
 MAX_COUNT = 1 << 31  # counts in a checkpoint are below this: fairseq seeds numpy with the epoch
 NUMBERS = ("best", "val_loss", "previous_training_time")  # entries of extra_state that are numbers, if they exist
 OPTIONAL_NUMBER = "val_loss"  # None if nothing was validated
@@ -133,17 +135,79 @@ def load_plain_data(path: str, mmap: bool = True) -> Any:
         path: the file
         mmap: True to leave the tensors on the disk until they are used, if the file's format supports it
 
-    Raises: InputError if the file is missing or damaged, or contains other classes or functions.
+    Raises: InputError if the file is missing or damaged, contains other classes or functions, or would take much more
+        memory than it has bytes: with compressed parts, tensors that repeat a few values, or lists in lists.
     """
     if not os.path.isfile(path):
         raise InputError(f"no such checkpoint: {path}")
+    _reject_compressed_parts(path)
     try:
         with warnings.catch_warnings(action="ignore"):  # torch warns about its own formats
-            return _torch_load(path, mmap)
+            content = _torch_load(path, mmap)
+        _check_content(content, path, (), {})
+        return content
+    except InputError:
+        raise
     except Exception as error:  # an unpickler may raise anything on bytes that are not a pickle
         raise InputError(
             f"cannot load {path}, which is damaged or not a checkpoint: {_loading_reason(error)}{_advice(path)}"
         ) from error
+
+
+def _reject_compressed_parts(path: str) -> None:
+    """Raise InputError if the parts of a zip archive are larger than the file. torch.save does not compress."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            size = sum(part.file_size for part in archive.infolist())
+    except Exception:  # not an archive, or a damaged one, which torch.load reports
+        return
+    if size > os.path.getsize(path):
+        raise InputError(f"{path} is not a checkpoint: it is compressed, to {os.path.getsize(path)} of {size} bytes")
+
+
+def _check_content(value: Any, path: str, keys: tuple[Any, ...], sizes: dict[int, int]) -> int:
+    """Return the number of entries of a value, where one that is contained n times counts n times.
+
+    Args:
+        value: a value of the file
+        path: the file, for messages
+        keys: the keys that lead to the value, for messages
+        sizes: the results for the containers so far, by their ids; added to in place
+    Raises: InputError if a tensor needs more memory than the file has for it, or there are more than MAX_ENTRIES
+        entries.
+    """
+    if isinstance(value, Tensor):
+        if not _has_its_own_values(value):
+            name = ".".join(str(key)[:80] for key in keys)
+            raise InputError(
+                f"{path}: the tensor {name} of shape {tuple(value.shape)} is larger than what the file holds of it: "
+                "use another checkpoint, or save a copy of the tensor (torch.clone)"
+            )
+        return 1
+    items: Iterable[tuple[Any, Any]]
+    if isinstance(value, WITH_ATTRIBUTES):
+        items = vars(value).items()
+    elif isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, list | tuple | set):
+        items = enumerate(value)
+    else:
+        return 1
+    if id(value) not in sizes:
+        sizes[id(value)] = 1  # until it is known; a container may contain itself
+        sizes[id(value)] += sum(_check_content(item, path, (*keys, key), sizes) for key, item in items)
+    if sizes[id(value)] > MAX_ENTRIES:
+        raise InputError(
+            f"{path} is not a checkpoint: its lists contain each other, with {sizes[id(value)]:.0e} entries"
+        )
+    return sizes[id(value)]
+
+
+def _has_its_own_values(value: Tensor) -> bool:
+    """Return True for a dense tensor on the CPU whose storage has room for all its values."""
+    if value.layout != torch.strided or value.is_nested or value.device.type != "cpu":
+        return False
+    return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
 def _torch_load(path: str, mmap: bool) -> Any:

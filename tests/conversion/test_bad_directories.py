@@ -174,6 +174,18 @@ def test_damaged_file_is_rejected(name, damage, sources, copy_source, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["roberta.embeddings.position_embeddings.weight", "unknown"])
+def test_tensor_that_repeats_a_few_values_is_rejected(name, sources, copy_source, tmp_path):
+    folder = copy_source("roberta")
+    model, _ = sources["roberta"]
+    (folder / "model.safetensors").unlink()
+    huge = torch.zeros(1).expand(1 << 32, 32)
+    torch.save(model.state_dict() | {name: huge}, folder / "pytorch_model.bin")
+
+    with pytest.raises(InputError, match=f"the tensor {name} of shape .* is larger than what the file holds of it"):
+        convert(folder, tmp_path / "out", "softmax")
+
+
 @pytest.mark.parametrize(
     ("part", "message"),
     [
