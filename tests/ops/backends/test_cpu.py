@@ -218,18 +218,29 @@ def test_library_is_compiled_once(source, cache, compiler_calls):
 
 
 @needs_compiler
-def test_truncated_library_is_compiled_again(source, cache, compiler_calls, tmp_path, monkeypatch):
+@pytest.mark.parametrize("damage", ["start", "half", "one byte less", "zeros at the end"])
+def test_damaged_library_is_compiled_again(damage, source, cache, compiler_calls, tmp_path, monkeypatch):
     load_library(source, A=42)
     (library,) = cache.iterdir()
-    truncated = tmp_path / "truncated" / library.name
-    truncated.parent.mkdir()
-    truncated.write_bytes(library.read_bytes()[:100])
-    monkeypatch.setenv("LLN_KERNEL_CACHE", str(truncated.parent))
+    data = library.read_bytes()
+    half = len(data) // 2
+    damaged = {
+        "start": data[:100],
+        "half": data[:half],
+        "one byte less": data[:-1],
+        "zeros at the end": data[:half] + bytes(len(data) - half),
+    }
+    copy = tmp_path / "copy" / library.name
+    copy.parent.mkdir()
+    copy.write_bytes(damaged[damage])
+    monkeypatch.setenv("LLN_KERNEL_CACHE", str(copy.parent))
 
-    load_library(source, A=42)
+    assert load_library(source, A=42).answer() == 42
 
     assert len(compiler_calls) == 2
-    assert [path.name for path in truncated.parent.iterdir()] == [library.name]
+    assert [path.name for path in copy.parent.iterdir()] == [library.name]
+    load_library(source, A=42)
+    assert len(compiler_calls) == 2
 
 
 @needs_compiler

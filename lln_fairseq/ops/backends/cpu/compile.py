@@ -16,6 +16,7 @@ COMPILERS = ("gcc", "cc", "clang")
 FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC"]
 if platform.machine() in ("x86_64", "AMD64"):
     FLAGS.append("-mprefer-vector-width=512")  # compilers use half of AVX-512 by default; without it this does nothing
+CHECKSUM_BYTES = hashlib.sha256().digest_size
 TIMEOUT = 120  # seconds; compiling takes about three
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ class CannotCompile(Exception):
 
 
 def load_library(main: Path, **macros: int) -> ctypes.CDLL:
-    """Load the shared library of a C file. Compile it first if it is not in the cache directory.
+    """Load the shared library of a C file. Compile it first if it is not in the cache directory, or damaged there.
 
     Several processes may compile the library at the same time: each renames its own finished file. If the cache
     directory cannot be used, the library is compiled in a temporary directory instead. A cache directory that is not
@@ -47,7 +48,8 @@ def load_library(main: Path, **macros: int) -> ctypes.CDLL:
         folder = None
     if folder:
         with contextlib.suppress(OSError):  # the library does not exist yet, or must not be executed there
-            return ctypes.CDLL(str(folder / name))
+            if _is_intact(folder / name):
+                return ctypes.CDLL(str(folder / name))
     logger.info("compiling %s for this CPU, once: %s", main.name, shlex.join(command))
     if folder:
         with contextlib.suppress(CannotCompile):  # the directory may be full, read-only or mounted with noexec
@@ -88,6 +90,7 @@ def _build_library(command: list[str], name: str, folder: Path | None) -> ctypes
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built = Path(scratch) / name
             _compile([*command, "-o", str(built), "-lm"])
+            _append_checksum(built)
             library = ctypes.CDLL(str(built))
             if folder:
                 with open(built, "rb") as file:
@@ -96,6 +99,20 @@ def _build_library(command: list[str], name: str, folder: Path | None) -> ctypes
             return library
     except OSError as error:
         raise CannotCompile(str(error)) from error
+
+
+def _append_checksum(library: Path) -> None:
+    """Append the SHA-256 checksum of a library to its file, where the dynamic linker ignores it."""
+    checksum = hashlib.sha256(library.read_bytes()).digest()
+    with library.open("ab") as file:
+        file.write(checksum)
+
+
+def _is_intact(library: Path) -> bool:
+    """Return True if a library ends with its checksum. Loading one that was cut off would kill the process."""
+    data = library.read_bytes()
+    content = data[:-CHECKSUM_BYTES]
+    return hashlib.sha256(content).digest() == data[-CHECKSUM_BYTES:]
 
 
 def cache_directory() -> Path | None:
