@@ -187,13 +187,21 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
         return dataset
 
     def check_validation_splits(self, splits: Sequence[str]) -> None:
-        """Raise InputError if a split, which must be loaded, has no labels."""
+        """Raise InputError if a split has no labels, and warn if the first one is a single row of a regression.
+
+        The splits must be loaded. The first one chooses the best checkpoint.
+        """
         for split in splits:
             if not has_targets(self.dataset(split)):
                 raise InputError(
                     f"--valid-subset (dataset.valid_subset) must name splits with labels, but split '{split}' of "
                     f"{self.cfg.data} has none: leave it out"
                 )
+        if self.cfg.regression_target and len(self.dataset(splits[0])) == 1:
+            logger.warning(
+                f"split '{splits[0]}' of {self.cfg.data} has one row: its correlations are 0 in every epoch, so they "
+                "cannot choose the best checkpoint. Use more rows, or checkpoint.best_checkpoint_metric=loss"
+            )
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
         """Build the model, after setting cfg.two_towers in place to the task's option two_towers.

@@ -15,7 +15,15 @@ from omegaconf import OmegaConf
 
 from lln_fairseq.errors import InputError, exit_with_one_line
 from lln_fairseq.training.settings import TORCHRUN, check_best_metric, check_devices, check_patience
-from tests.fairseq_runs import LLN, MASKED_LM, SCORED_CLASSIFICATION, make_classification, make_corpus, train
+from tests.fairseq_runs import (
+    LLN,
+    MASKED_LM,
+    SCORED_CLASSIFICATION,
+    make_classification,
+    make_corpus,
+    train,
+    write_scores,
+)
 from tests.training.conftest import RUN_OPTIONS
 
 
@@ -54,6 +62,17 @@ def test_validation_split_without_labels_is_rejected(tmp_path, monkeypatch):
     options = (*SCORED_CLASSIFICATION, "--valid-subset", "valid,test")
     with pytest.raises(InputError, match=r"valid_subset.* must name splits with labels, but split 'test' .* has none"):
         train(monkeypatch, tmp_path / "log", data, tmp_path / "a", *options)
+
+
+def test_regression_on_one_row_is_a_warning(tmp_path, monkeypatch, caplog):
+    sizes = (("train", 60), ("valid", 1))
+    data = make_classification(tmp_path / "data", sizes)
+    write_scores(data, sizes)
+    options = (*SCORED_CLASSIFICATION, "--num-classes", 1, "--regression-target", "--max-update", 1)
+
+    train(monkeypatch, tmp_path / "log", data, tmp_path / "a", *options)
+
+    assert f"split 'valid' of {data} has one row: its correlations are 0 in every epoch" in caplog.text
 
 
 def test_save_dir_that_cannot_be_written_is_rejected(corpus, tmp_path, monkeypatch):
