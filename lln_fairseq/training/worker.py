@@ -1,5 +1,6 @@
 """Run fairseq's `main` in each worker, and lock the directory of the run."""
 
+import atexit
 import multiprocessing
 import queue
 import sys
@@ -43,7 +44,9 @@ def run_worker(main: Callable, cfg: Any, **kwargs: Any) -> Any:
     resume.forget_previous_run(main)
     try:
         with finish_wandb_run(), report_lost_workers():
-            return main(cfg, **kwargs)
+            result = main(cfg, **kwargs)
+            _leave_process_group_at_exit()
+            return result
     except InputError as error:
         if not parent:
             raise
@@ -51,6 +54,25 @@ def run_worker(main: Callable, cfg: Any, **kwargs: Any) -> Any:
         raise SystemExit(1) from None
     finally:
         _end_prefetching()
+
+
+def _leave_process_group_at_exit() -> None:
+    """Wait for all workers to get here, and let Python destroy their process group when this process ends.
+
+    fairseq never destroys it, although torch asks for that, above all with NCCL. It is not destroyed at once, because
+    fairseq uses it after its `main`, and the next run of a sweep uses it again. Without the wait, a worker that ends
+    early would interrupt the collectives of the others. If a worker has failed, nothing is destroyed: NCCL could wait
+    for it.
+    """
+    if dist.is_initialized():
+        dist.barrier(distributed_utils.get_global_group())
+        atexit.unregister(_destroy_process_group)
+        atexit.register(_destroy_process_group)
+
+
+def _destroy_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _end_prefetching() -> None:

@@ -31,6 +31,27 @@ time.sleep(60)
 """
 # End with exit code 0 if the file in the first argument can be locked, else with 1.
 TRY_LOCK = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+# Run a worker that succeeds or fails, as the first argument says, in a process group of its own.
+RUN_IN_GROUP = """
+import sys
+import torch.distributed as dist
+from lln_fairseq.training.worker import run_worker
+
+destroy = dist.destroy_process_group
+def destroy_and_report():
+    destroy()
+    print("destroyed")
+dist.destroy_process_group = destroy_and_report
+
+def main(cfg):
+    if sys.argv[1] == "fail":
+        raise ValueError("failed")
+
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=0, world_size=1)
+for run in range(2):
+    run_worker(main, None)
+    print("alive", dist.is_initialized())
+"""
 
 
 def configuration(save_dir, rank=0, no_save=False, model="lln_roberta_tiny"):
@@ -105,3 +126,15 @@ def test_spawned_worker_ends_with_its_parent(monkeypatch):
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=7))
     assert worker.run_worker(lambda cfg: cfg, "done") == "done"
     assert parents == [7]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "output", "code"), [("succeed", "alive True\nalive True\ndestroyed\n", 0), ("fail", "", 1)]
+)
+def test_process_group_is_destroyed_when_a_successful_process_ends(outcome, output, code, tmp_path):
+    command = [sys.executable, "-c", RUN_IN_GROUP, outcome, str(tmp_path / "store")]
+
+    result = subprocess.run(command, capture_output=True, text=True)
+
+    assert result.stdout == output, result.stderr
+    assert result.returncode == code
