@@ -23,7 +23,7 @@ from lln_fairseq.checkpoints.config import stored_options
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.criterions.scores import ClassCounts, pearson, spearman
 from lln_fairseq.errors import InputError
-from lln_fairseq.inference.loading import load_model, require_finite
+from lln_fairseq.inference.loading import add_precision_option, load_model, require_finite, use_precision
 
 METRIC_FORMATS = {  # in the order in which the metrics are printed
     "accuracy": "accuracy {:.2%}",
@@ -237,6 +237,7 @@ def main(argv: list[str]) -> None:
         default=5.0,
         help="multiply a regression's output by this and clamp it to [0, SCALE] (default: 5, for STS-B)",
     )
+    add_precision_option(parser)
     args = parser.parse_args(argv)
     if not 0 < args.scale < math.inf:
         parser.error(f"--scale must be above 0 and finite, got {args.scale}")
@@ -251,5 +252,6 @@ def main(argv: list[str]) -> None:
         if file and not file.parent.is_dir():  # checked first, because the evaluation takes long
             raise InputError(f"cannot write {file}: no such directory: {file.parent}")
     model, task = load_finetuned_model(args.checkpoint, args.data)
+    use_precision(model, args.precision)
     for split in splits:
         report_split(task, compute_outputs(model, task, split), args.json, args.predict, args.scale)

@@ -1,5 +1,7 @@
 """Load the model of a checkpoint, for every program that does not train."""
 
+import argparse
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,10 @@ from lln_fairseq.checkpoints.config import LANGUAGE_MODELS, stored_options
 from lln_fairseq.checkpoints.reading import check_weights, load_checkpoint
 from lln_fairseq.checkpoints.run_tokenizer import directories, has_dictionary
 from lln_fairseq.errors import InputError, first_line
+from lln_fairseq.modules.linear_choice import AUTO, FLOAT32, PRECISIONS
+from lln_fairseq.modules.packing import pack_linear_layers
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(checkpoint: str, data: str | None = None, dictionaries_only: bool = False) -> tuple[Any, Any]:
@@ -70,6 +76,38 @@ def _find_dictionaries(checkpoint: str, training_data: str) -> str:
     if not places or has_dictionary(Path(split_paths(training_data)[0])):
         return training_data
     return str(places[0])
+
+
+def use_precision(model: Any, precision: str) -> str:
+    """Prepare a model for inference in a precision, in place, and return the precision that it has then.
+
+    It is float32 on a GPU, and if the requested one is not faster on this CPU; a warning says so. The precision is that
+    of the encoder's linear layers only.
+
+    Args:
+        model: the model, as `load_model` returns it.
+        precision: one of `linear_choice.PRECISIONS`.
+
+    Raises:
+        InputError: if the precision is unknown, or LLN_LINEAR does not fit it.
+    """
+    if torch.cuda.is_available() and precision not in (FLOAT32, AUTO):
+        logger.warning("%s is for CPUs: on the GPU, the model computes in float32", precision)
+        precision = FLOAT32
+    try:
+        return pack_linear_layers(model, model.encoder.sentence_encoder.layers, precision)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def add_precision_option(parser: argparse.ArgumentParser) -> None:
+    """Add --precision, which `use_precision` takes."""
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default=FLOAT32,
+        help="compute the linear layers on a CPU in this precision, if that is faster (default: %(default)s)",
+    )
 
 
 def require_finite(outputs: Tensor, input_name: str) -> None:

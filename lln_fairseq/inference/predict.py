@@ -23,6 +23,7 @@ from lln_fairseq.data.files import atomic_path
 from lln_fairseq.data.text import read_lines
 from lln_fairseq.data.text_ids import ON_LONG, LongTextError
 from lln_fairseq.errors import InputError
+from lln_fairseq.inference.loading import add_precision_option
 from lln_fairseq.inference.text_model import Prediction, TextModel, load_text_model
 
 STANDARD_STREAM = "-"  # standard input or standard output
@@ -48,7 +49,7 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", help="a tokenizer, as for data_prep.glue (default: the one next to the dictionaries)"
     )
-    parser.add_argument("--int8", action="store_true", help="compute in 8 bits on the CPU: faster and less exact")
+    add_precision_option(parser)
     parser.add_argument(
         "--on-long",
         choices=ON_LONG,
@@ -69,7 +70,7 @@ def predict_lines(args: argparse.Namespace) -> None:
     reject_input_as_output(args.input, args.output)
     with ExitStack() as stack:
         lines = stack.enter_context(open_lines(args.input))
-        model = load_text_model(args.checkpoint, args.data, args.tokenizer, args.int8)
+        model = load_text_model(args.checkpoint, args.data, args.tokenizer, args.precision)
         if not model.finetuned:
             raise InputError(f"{args.checkpoint} was not fine-tuned and has no labels to predict")
         out = stack.enter_context(_open_output(args.output))

@@ -39,8 +39,8 @@ from lln_fairseq.data.text_ids import (
 )
 from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.errors import InputError
-from lln_fairseq.inference.loading import load_model, require_finite
-from lln_fairseq.modules.packed_linear import pack_linear_layers, quantize_linear_layers
+from lln_fairseq.inference.loading import load_model, require_finite, use_precision
+from lln_fairseq.modules.linear_choice import FLOAT32
 
 TOKENS = "tokens"  # in place of a pooling: the vectors of all tokens
 TOKEN_CHUNK_CHARACTERS = 1 << 17  # fewer than for other outputs, because every token has a vector
@@ -96,6 +96,7 @@ class TextModel(nn.Module):
         inputs: number of texts that `predict` takes for one prediction, 1 or 2 (pairs).
         pooling: the pooling of an encoder of sentence vectors, which is the default of `encode`. None for other models,
             of which `encode` returns the mean over the tokens, not normalized.
+        precision: "float32", "bfloat16" or "int8", in which a CPU computes the linear layers of the encoder.
 
     Attributes:
         longest: the number of tokens that the model takes, special tokens included.
@@ -103,13 +104,20 @@ class TextModel(nn.Module):
     """
 
     def __init__(
-        self, model: BaseFairseqModel, task: Any, vocabulary: Any, inputs: int, pooling: Pooling | None = None
+        self,
+        model: BaseFairseqModel,
+        task: Any,
+        vocabulary: Any,
+        inputs: int,
+        pooling: Pooling | None = None,
+        precision: str = FLOAT32,
     ) -> None:
         super().__init__()
         self.model = model
         self.task = task
         self.vocabulary = vocabulary
         self.inputs = inputs
+        self.precision = precision
         self.stores_segments = any(getattr(module, "needs_segments", False) for module in model.modules())
         self.is_sentence_encoder = pooling is not None
         self.pooling = pooling or Pooling()
@@ -393,7 +401,7 @@ def load_text_model(
     checkpoint: str | os.PathLike[str],
     data: str | os.PathLike[str] | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
-    int8: bool = False,
+    precision: str = FLOAT32,
 ) -> TextModel:
     """Load the model of a checkpoint for use with text, in evaluation mode, on the GPU if there is one.
 
@@ -405,12 +413,14 @@ def load_text_model(
             checkpoint's directory or the training data, whichever first has dictionaries and (unless `tokenizer` is
             given) a tokenizer.
         tokenizer: a value of `--tokenizer` of data_prep. Default: the tokenizer next to the dictionaries.
-        int8: compute the linear layers of the encoder in 8 bits, which is faster and less exact. The model stays on the
-            CPU. On a GPU, with gradients, and under autocast or torch.compile, it computes as without int8.
+        precision: "float32", "bfloat16" or "int8": how a CPU computes the linear layers of the encoder. A precision
+            that is not faster on this processor is not used, and a warning says so. "auto" takes the fastest whose
+            relative error is below 2 %. On a GPU, with gradients, and under autocast or torch.compile, the model
+            computes in float32.
 
     Raises:
-        InputError: if the checkpoint is missing, damaged or for a task without text, or there is no tokenizer that
-            fits its dictionary.
+        InputError: if the checkpoint is missing, damaged or for a task without text, there is no tokenizer that fits
+            its dictionary, or the precision is unknown.
     """
     checkpoint = os.fspath(checkpoint)
     state = load_checkpoint_lazily(checkpoint)
@@ -427,16 +437,13 @@ def load_text_model(
         places = directories(checkpoint, training_data)
     directory, vocabulary = _find_vocabulary(checkpoint, places, tokenizer)
     model, task = load_model(checkpoint, str(directory))
-    pack_linear_layers(model)
-    if int8:
-        model = model.cpu()
-        quantize_linear_layers(model.encoder.sentence_encoder.layers)
+    used_precision = use_precision(model, precision)
     check_vocabulary(vocabulary, task, str(tokenizer or directory))
     check_tokenizer(state, vocabulary.identity, str(tokenizer or directory), checkpoint)
     if getattr(task.cfg, "two_towers", False):
         raise InputError(f"{checkpoint} encodes two inputs separately (two_towers): only evaluate supports that")
     inputs = 2 if (directory / "input1").is_dir() else 1
-    return TextModel(model, task, vocabulary, inputs, stored_pooling(state)).eval()
+    return TextModel(model, task, vocabulary, inputs, stored_pooling(state), used_precision).eval()
 
 
 def _find_vocabulary(checkpoint: str, places: list[Path], tokenizer: Any) -> tuple[Path, Any]:

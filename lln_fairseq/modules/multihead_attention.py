@@ -1,12 +1,14 @@
 """fairseq's multi-head self-attention with a pluggable attention mechanism."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from fairseq.modules import MultiheadAttention
-from torch import Tensor
+from torch import Tensor, nn
 
 from lln_fairseq.attention import build_attention
+from lln_fairseq.modules.packed_linear import PackedWeights
 from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.rotary import rotary_factors, rotate
 
@@ -31,9 +33,12 @@ class LLNMultiheadAttention(MultiheadAttention):
     Attributes:
         positions: the positions (B, T) of the tokens in the next forward passes, for a shard of longer sequences. None
             counts the tokens of a sequence that are not padded, from 0.
+        packed_projections: computes q, k and v as one product, for inference on a CPU; None until
+            `packing.pack_linear_layers` sets it.
     """
 
     positions: Tensor | None = None
+    packed_projections: PackedWeights | None = None
 
     def __init__(
         self,
@@ -90,9 +95,7 @@ class LLNMultiheadAttention(MultiheadAttention):
         mask = None
         if key_padding_mask is not None:
             mask = key_padding_mask.bool()
-        q = self._split_heads(self.q_proj(query))
-        k = self._split_heads(self.k_proj(query))
-        v = self._split_heads(self.v_proj(query))
+        q, k, v = (self._split_heads(x) for x in self._project(query))
         if self.rotary:
             factors = self._rotary_factors(query, mask)
             q = rotate(q, factors)
@@ -101,6 +104,25 @@ class LLNMultiheadAttention(MultiheadAttention):
         # (B, H, T, D) -> (T, B, H · D). Nothing is copied if the mechanism preserves the memory layout of q.
         out = out.permute(2, 0, 1, 3).flatten(2)
         return self.out_proj(out), None
+
+    @property
+    def projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+        """Return the layers that compute q, k and v."""
+        return (self.q_proj, self.k_proj, self.v_proj)
+
+    def train(self, mode: bool = True) -> "LLNMultiheadAttention":
+        """Set training or evaluation mode, and drop the packed copy, since an optimizer may change the weights."""
+        if self.packed_projections is not None:
+            self.packed_projections.forget()
+        super().train(mode)
+        return self
+
+    def _project(self, query: Tensor) -> Sequence[Tensor]:
+        """Return the projections (T, B, C) of query (T, B, C) to queries, keys and values."""
+        packed = self.packed_projections
+        if packed is not None and packed.can_multiply(query):
+            return packed.multiply(query).chunk(3, dim=-1)
+        return [projection(query) for projection in self.projections]
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """Split the features of (T, B, H · D) into heads, (T, B, H, D)."""

@@ -16,11 +16,13 @@ NaN and padding: NaN and infinity never spread from one head to another. Values 
 other tokens (padding.py).
 """
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lln_fairseq.ops.autograd import hybrid_attention
 from lln_fairseq.ops.backends import HybridSpec, choose_backend
+from lln_fairseq.ops.block_diag import block_diag_attention
 from lln_fairseq.ops.causal import causal_attention, scale_inputs
 from lln_fairseq.ops.checks import check_block_size, check_dropout, check_inputs, per_head
 from lln_fairseq.ops.dtypes import compute_dtype
@@ -146,6 +148,9 @@ def lln_diag_attention(
     check_dropout(dropout_p)
     offset = head_offsets(mix, mix_parameter, q)
     is_joint = offset is not None
+    if is_joint and q.shape[2] <= block_size and backend == "auto" and q.is_cpu and not torch.is_grad_enabled():
+        # In one block this is softmax, and the offset, α and β, which have no influence, need no gradient here.
+        return block_diag_attention(q, k, v, key_padding_mask, block_size, dropout_p)
     global_counts, max_global_count = check_global_tokens(global_tokens, mix, q, k, v)
     exchange = create_exchange(group, q, block_size)
     if exchange is None:

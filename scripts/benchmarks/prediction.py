@@ -1,16 +1,17 @@
 """Time loaded models in inference, compared with transformers and onnxruntime.
 
-    python -m scripts.benchmarks.prediction --lengths 16 64 128 512 2048 --threads 1
+    python -m scripts.benchmarks.prediction --threads 1
 
-The models get token ids, first a single sequence of each length, and then many sequences of mixed lengths, which are
-padded in batches. The loaded models run in float32 and in 8 bits, and so do the exported ones in onnxruntime, if it is
-installed. transformers uses torch's fused softmax attention (sdpa). onnxruntime holds all attention weights of softmax,
-which takes more than 10 GB for 8,192 tokens: leave those models out with --without "onnxruntime, softmax"
-"onnxruntime, softmax, 8 bits".
+The models get the token ids of a single sequence of each length. With --mixed, they also get many sequences of mixed
+lengths, which are padded in batches. The loaded models run in every precision that is faster than float32 on this
+processor, transformers with torch's fused softmax attention (sdpa) in float32 and bfloat16, and the exported models in
+onnxruntime in float32 and 8 bits, if it is installed. onnxruntime holds all attention weights of softmax, which takes
+more than 10 GB for 8,192 tokens: leave those models out with --without "onnxruntime, softmax" "onnxruntime, softmax, 8
+bits".
 
 The models have random weights and two classes, and nothing is downloaded. Before anything is timed, the logits of the
-exported models are compared with those of the loaded ones: a difference raises RuntimeError, except with 8 bits. All
-models are timed in turn, repeat by repeat, so that a noisy machine slows all of them alike, and times are medians.
+float32 models are compared with those of the loaded ones: a difference raises RuntimeError. All models are timed in
+turn, repeat by repeat, so that a noisy machine slows all of them alike, and times are medians.
 """
 
 import argparse
@@ -33,16 +34,20 @@ from lln_fairseq.command import run_main
 from lln_fairseq.data.special_symbols import BOS, EOS, NUM_SPECIAL, PAD
 from lln_fairseq.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
 from lln_fairseq.data.vocabulary import new_vocabulary
+from lln_fairseq.linearize.progress_bar import progress_bar
 from lln_fairseq.models.presets import PRESETS
 from lln_fairseq.training.malloc import disable_malloc_trim
-from scripts.benchmarks.meter import Spread, device_name, interleaved
+from scripts.benchmarks.meter import cpu_instructions, device_name, interleaved
 from scripts.terminal import aligned, at_least_one, program_parser
 
 SIZES = {**PRESETS, "minilm": (6, 384, 1536, 12)}  # minilm: the sizes of all-MiniLM-L6-v2
 SOFTMAX = "softmax"
 LINEAR = "lln_diag"
 SDPA = "transformers, sdpa"
+SDPA_BFLOAT16 = f"{SDPA}, bfloat16"
 EIGHT_BITS = ", 8 bits"  # ends the names of quantized models
+LOW_PRECISIONS = ("bfloat16", "int8")  # of loaded models
+INEXACT = (EIGHT_BITS, *(f", {precision}" for precision in LOW_PRECISIONS))  # ends of the names of inexact models
 ONNX_MODELS = [f"onnxruntime, {attention}{bits}" for attention in (SOFTMAX, LINEAR) for bits in ("", EIGHT_BITS)]
 NUM_WORDS = 2000  # different words in the sentences on which the tokenizer is trained
 NUM_PIECES = 1000  # vocabulary size of the tokenizer
@@ -119,25 +124,39 @@ def write_checkpoint(path: Path, data: Path, preset: str, attention: str, max_po
     torch.save(checkpoint, path)
 
 
-def checkpoint_logits(checkpoint: Path, data: Path, int8: bool = False) -> Logits:
-    """Load a checkpoint, and return the function from tokens to logits behind `predict`."""
-    model = lln_fairseq.load(checkpoint, data, int8=int8)
-    return lambda tokens: model._class_logits(tokens.to(model._device)).cpu()
+def checkpoint_logits(checkpoint: Path, data: Path, attention: str) -> dict[str, Logits]:
+    """Load a checkpoint in every precision that is used here.
+
+    Returns:
+        The functions from tokens to logits behind `predict`, by the names of the models.
+    """
+    models: dict[str, Logits] = {}
+    for precision in ("float32", *LOW_PRECISIONS):
+        model = lln_fairseq.load(checkpoint, data, precision=precision)
+        if model.precision == precision:
+            name = attention if precision == "float32" else f"{attention}, {precision}"
+            models[name] = functools.partial(loaded_logits, model)
+    return models
 
 
-def transformers_logits(directory: Path) -> Logits:
+def loaded_logits(model: Any, tokens: Tensor) -> Tensor:
+    """Return the logits (B, classes) of a loaded model for tokens (B, N)."""
+    return model._class_logits(tokens.to(model._device)).cpu()
+
+
+def transformers_logits(directory: Path, dtype: torch.dtype = torch.float32) -> Logits:
     """Load an exported softmax model with torch's fused attention, and return its function from tokens to logits."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model_class = transformers.AutoModelForSequenceClassification
-    model = model_class.from_pretrained(directory, attn_implementation="sdpa").eval().to(device)
+    model = model_class.from_pretrained(directory, attn_implementation="sdpa", dtype=dtype).eval().to(device)
 
     @torch.no_grad()
     def logits(tokens: Tensor) -> Tensor:
         tokens = tokens.to(device)
-        return model(input_ids=tokens, attention_mask=tokens.ne(PAD).long()).logits.cpu()
+        return model(input_ids=tokens, attention_mask=tokens.ne(PAD).long()).logits.float().cpu()
 
     return logits
 
@@ -170,10 +189,10 @@ def build_logits(preset: str, directory: Path, data: Path, max_positions: int, t
         exported = directory / f"{preset}_{attention}_hf"
         write_checkpoint(checkpoint, data, preset, attention, max_positions)
         export(checkpoint, exported, data, onnx=with_onnx, int8=with_onnx)
-        models[attention] = checkpoint_logits(checkpoint, data)
-        models[attention + EIGHT_BITS] = checkpoint_logits(checkpoint, data, int8=True)
         if attention == SOFTMAX:
             models[SDPA] = transformers_logits(exported)
+            models[SDPA_BFLOAT16] = transformers_logits(exported, torch.bfloat16)
+        models |= checkpoint_logits(checkpoint, data, attention)
         if with_onnx:
             name = f"onnxruntime, {attention}"
             models[name] = onnx_logits(exported / "model.onnx", threads)
@@ -193,7 +212,8 @@ def random_tokens(length: int) -> Tensor:
 def check_same_logits(models: dict[str, Logits], tokens: Tensor) -> None:
     """Raise RuntimeError if the logits of a model differ from those of the loaded checkpoint that it was exported from.
 
-    Differences up to TOLERANCE, as a fraction of the largest logit, are accepted. Models in 8 bits are not compared.
+    Differences up to TOLERANCE, as a fraction of the largest logit, are accepted. Models in a lower precision are not
+    compared.
 
     Args:
         models: the models by name. A model with LINEAR in its name is compared with models[LINEAR], any other model
@@ -201,7 +221,7 @@ def check_same_logits(models: dict[str, Logits], tokens: Tensor) -> None:
         tokens: the token ids (B, N) on which they are compared.
     """
     for name, model in models.items():
-        if name.endswith(EIGHT_BITS):
+        if name.endswith(INEXACT):
             continue
         own = models[LINEAR if LINEAR in name else SOFTMAX](tokens)
         difference = (model(tokens) - own).abs().max().item()
@@ -212,19 +232,24 @@ def check_same_logits(models: dict[str, Logits], tokens: Tensor) -> None:
 def lengths_table(models: dict[str, Logits], lengths: list[int], repeats: int) -> str:
     """Time every model on a single sequence of each length, and return the results as a table.
 
-    The last column is the median of the quotients of times that were measured one after the other.
+    A cell has the median time in milliseconds and, in brackets, how many times as fast as SDPA the model is: the median
+    of the quotients of times that were measured one after the other.
     """
-    cells = [("model", "tokens", "median [ms]", "fastest [ms]", "times as fast as sdpa")]
-    for length in lengths:
-        tokens = random_tokens(length)[None]
-        check_same_logits(models, tokens)
-        times = interleaved({name: functools.partial(model, tokens) for name, model in models.items()}, "cpu", repeats)
-        for name, passed in times.items():
-            quotients = [softmax / own for softmax, own in zip(times[SDPA], passed, strict=False)]
-            spread = Spread.of(passed)
-            speed = f"{statistics.median(quotients):.2f}"
-            cells.append((name, str(length), f"{spread.median:.2f}", f"{spread.low:.2f}", speed))
-    return aligned(cells)
+    rows = {name: [name] for name in models}
+    with progress_bar("timing", len(lengths), "length") as bar:
+        for length in lengths:
+            tokens = random_tokens(length)[None]
+            check_same_logits(models, tokens)
+            runs = {name: functools.partial(model, tokens) for name, model in models.items()}
+            times = interleaved(runs, "cpu", repeats)
+            for name, passed in times.items():
+                quotients = [softmax / own for softmax, own in zip(times[SDPA], passed, strict=False)]
+                median = statistics.median(passed)
+                digits = 1 if median < 100 else 0
+                rows[name].append(f"{median:.{digits}f} ({statistics.median(quotients):.2f})")
+            bar.update()
+    header = ["milliseconds (times as fast as sdpa)", *(f"{length} tokens" for length in lengths)]
+    return aligned([header, *rows.values()])
 
 
 def mixed_lengths() -> list[int]:
@@ -277,7 +302,8 @@ def main(argv: list[str] | None = None) -> int:
         default=[16, 64, 128, 512, 2048],
         help="numbers of tokens of the single sequences (default: %(default)s)",
     )
-    parser.add_argument("--repeats", type=at_least_one, default=30, help="of a single sequence (default: %(default)s)")
+    parser.add_argument("--repeats", type=at_least_one, default=9, help="of a single sequence (default: %(default)s)")
+    parser.add_argument("--mixed", action="store_true", help="also time sequences of mixed lengths, for minutes")
     parser.add_argument("--threads", type=at_least_one, default=torch.get_num_threads())
     parser.add_argument("--without", nargs="+", choices=ONNX_MODELS, default=[], help="leave these out")
     args = parser.parse_args(argv)
@@ -300,9 +326,10 @@ def benchmark(args: argparse.Namespace) -> None:
             models = build_logits(preset, directory, data, max_positions, args.threads)
             models = {name: model for name, model in models.items() if name not in args.without}
             torch.set_num_threads(args.threads)
-            print(f"{preset}, {device}, torch {torch.__version__}")
-            print(lengths_table(models, args.lengths, args.repeats))
-            print(mixed_table(models, REPEATS), flush=True)
+            print(f"{preset}, {device}, {cpu_instructions()}, torch {torch.__version__}")
+            print(lengths_table(models, args.lengths, args.repeats), flush=True)
+            if args.mixed:
+                print(mixed_table(models, REPEATS), flush=True)
 
 
 if __name__ == "__main__":

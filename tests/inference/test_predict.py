@@ -84,11 +84,12 @@ def unpickled(model):
     return pickle.loads(pickle.dumps(model))
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["float", "int8"])
+@pytest.mark.parametrize("precision", ["float32", "int8"])
 @pytest.mark.parametrize("copied", [copy.deepcopy, unpickled])
-def test_copies_compute_the_same_and_share_nothing(copied, int8, runs, glue):
+def test_copies_compute_the_same_and_share_nothing(copied, precision, runs, glue, monkeypatch):
+    monkeypatch.setenv("LLN_LINEAR", "torch,int_mm")
     pairs = texts_of(glue, "RTE")
-    model = load(runs["RTE"], int8=int8)
+    model = load(runs["RTE"], precision=precision)
     expected = model.predict(pairs)
 
     twin = copied(model)
@@ -170,8 +171,10 @@ def test_prediction_does_not_depend_on_other_texts(loaded, sst2_texts):
         assert actual.probability == pytest.approx(expected.probability, abs=1e-5)
 
 
-def test_model_in_8_bits_agrees_with_float(runs, loaded, sst2_texts, tmp_path, capsys):
-    model = load(runs["SST-2"], int8=True)
+def test_model_in_8_bits_agrees_with_float(runs, loaded, sst2_texts, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("LLN_LINEAR", "torch,int_mm")
+    model = load(runs["SST-2"], precision="int8")
+    assert model.precision == "int8"
     vectors = model.encode(sst2_texts)
     cosine = torch.cosine_similarity(vectors, loaded("SST-2").encode(sst2_texts))
     assert cosine.min() > 0.99
@@ -180,9 +183,9 @@ def test_model_in_8_bits_agrees_with_float(runs, loaded, sst2_texts, tmp_path, c
 
     (tmp_path / "in").write_text("\n".join(sst2_texts), encoding="utf-8")
     files = ["--input", tmp_path / "in", "--output", tmp_path / "out.npy"]
-    assert encode(capsys, runs["SST-2"], "--int8", *files) == (0, "", "")
+    assert encode(capsys, runs["SST-2"], "--precision", "int8", *files) == (0, "", "")
     torch.testing.assert_close(torch.from_numpy(np.load(tmp_path / "out.npy")), vectors)
-    code, out, _ = predict(capsys, runs["SST-2"], "--int8", "--input", tmp_path / "in")
+    code, out, _ = predict(capsys, runs["SST-2"], "--precision", "int8", "--input", tmp_path / "in")
     assert code == 0
     assert [line.split("\t")[0] for line in out.splitlines()] == labels_of(model.predict(sst2_texts))
 

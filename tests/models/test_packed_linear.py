@@ -8,18 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lln_fairseq.modules import packed_linear
-from lln_fairseq.modules.packed_linear import (
-    LARGEST_WEIGHT,
-    Int8Linear,
-    PackedLinear,
-    pack_linear_layers,
-    quantize_linear_layers,
-    quantize_rows,
-)
+from lln_fairseq.modules import linear_ways
+from lln_fairseq.modules.linear_choice import working_way
+from lln_fairseq.modules.linear_ways import WAYS, Int8Way, quantize_rows
+from lln_fairseq.modules.packed_linear import PackedWeights
+from lln_fairseq.modules.packing import pack_linear_layers
 from tests.models.test_softmax_layers import build_model
-
-pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN here")
 
 
 @pytest.fixture
@@ -27,23 +21,27 @@ def layer():
     """Return a layer in evaluation mode that has been used, so that it has a packed copy."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(48, 64)).eval()
-    pack_linear_layers(model)
+    pack_linear_layers(model, model)
     apply(model[0])
-    assert model[0]._packed is not None
+    assert has_packed_copy(model[0])
     return model[0]
+
+
+def has_packed_copy(layer):
+    return layer.packed._packed is not None
 
 
 @pytest.fixture
 def kernel_calls(monkeypatch):
     """Return a list that gets an entry for every use of a packed weight."""
     calls = []
-    original = PackedLinear._packed_weight
+    original = PackedWeights.multiply
 
-    def counted(self):
+    def counted(self, *args):
         calls.append(self)
-        return original(self)
+        return original(self, *args)
 
-    monkeypatch.setattr(PackedLinear, "_packed_weight", counted)
+    monkeypatch.setattr(PackedWeights, "multiply", counted)
     return calls
 
 
@@ -124,7 +122,7 @@ def test_converted_layers_follow_their_weight(layer):
 @pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
 def test_copies_have_their_own_weight(layer, copy_of):
     other = copy_of(layer)
-    assert other._packed is None
+    assert not has_packed_copy(other)
     change_in_place(other)
     assert_follows_weight(other)
     assert_follows_weight(layer)
@@ -134,7 +132,7 @@ def test_state_dict_and_parameters_stay_the_same():
     model = nn.Sequential(nn.Linear(48, 64), nn.LayerNorm(64)).eval()
     names = list(model.state_dict())
     parameters = list(model.parameters())
-    pack_linear_layers(model)
+    pack_linear_layers(model, model)
     apply(model)
     assert list(model.state_dict()) == names
     assert all(x is y for x, y in zip(model.parameters(), parameters, strict=True))
@@ -180,119 +178,98 @@ def test_hooks_are_called(layer):
 # ---- 8 bits ----
 
 
-def int8_layer(bias=True):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(48, 64, bias=bias)).eval()
-    quantize_linear_layers(model)
-    assert type(model[0]) is Int8Linear
-    return model[0]
+@pytest.fixture(params=[name for name, way in WAYS.items() if issubclass(way, Int8Way)])
+def int8_way(request):
+    """Return each way of computing in 8 bits that works on this processor."""
+    way = WAYS[request.param]
+    if working_way(way, torch.randn(64, 48), torch.zeros(64)) is None:
+        pytest.skip(f"{request.param} does not work on this processor")
+    return way
+
+
+def random_layer():
+    return nn.Linear(48, 64).requires_grad_(False)
 
 
 @pytest.mark.parametrize("tokens_per_piece", [1, 2, 256])
 @pytest.mark.parametrize("gelu", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-def test_int8_layer_multiplies_quantized_numbers(bias, gelu, tokens_per_piece, monkeypatch):
-    monkeypatch.setattr(packed_linear, "TOKENS_PER_PIECE", tokens_per_piece)
-    layer = int8_layer(bias)
+def test_int8_multiplies_quantized_numbers(int8_way, gelu, tokens_per_piece, monkeypatch):
+    monkeypatch.setattr(linear_ways, "TOKENS_PER_PIECE", tokens_per_piece)
+    layer = random_layer()
     x = random_input()
-    numbers, token_scales = quantize_rows(x, 127)
-    weight, scales = quantize_rows(layer.weight.detach(), LARGEST_WEIGHT)
-    expected = (numbers.double() * token_scales) @ (weight.double() * scales).T
-    if bias:
-        expected += layer.bias.detach()
+    numbers, scales, offsets = quantize_rows(x, int8_way.lowest, int8_way.dtype)
+    assert (numbers * scales + offsets - x).abs().max() <= 0.501 * scales.max()
+    weight_scales = layer.weight.abs().amax(dim=1, keepdim=True) / int8_way.largest_weight()
+    weight = (layer.weight / weight_scales).round().double() * weight_scales
+    expected = (numbers.double() * scales + offsets) @ weight.T + layer.bias
     if gelu:
         expected = F.gelu(expected)
-    with torch.no_grad():
-        actual = layer(x[None], gelu=gelu)[0]
-    torch.testing.assert_close(actual, expected.float())
+    actual = int8_way(layer.weight, layer.bias)(x[None], gelu)[0]
+    torch.testing.assert_close(actual, expected.float(), rtol=1e-5, atol=1e-5)
 
 
-def column_major(x):
-    return x.t().contiguous().t()
+def test_int8_is_near_float(int8_way):
+    layer = random_layer()
+    actual = int8_way(layer.weight, layer.bias)(random_input())
+    expected = layer(random_input())
+    assert 0 < (actual - expected).norm() / expected.norm() < 0.02
 
 
-def part_of_wider(x):
-    return F.pad(x, (3, 5))[:, 3:-5]
-
-
-def every_other_row(x):
-    return x.repeat_interleave(2, dim=0)[::2]
-
-
-def with_single_strides(x):
-    """Return x, which has one row or one column, with the strides (1, 1)."""
-    return torch.empty_strided(x.shape, (1, 1)).copy_(x)
-
-
-LAYOUTS = (torch.clone, column_major, part_of_wider, every_other_row)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 33])
-@pytest.mark.parametrize("in_features", [1, 2, 3, 48, 64, 257])
-@pytest.mark.parametrize("out_features", [1, 2, 33])
-def test_int8_layer_is_exact_for_whole_numbers_of_any_strides(rows, in_features, out_features, monkeypatch):
-    monkeypatch.setattr(packed_linear, "TOKENS_PER_PIECE", 4)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # pieces of 4 rows, the last one of 1 to 4
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randint(-127, 128, (rows, in_features), generator=generator).float()
-    weight = torch.randint(-63, 64, (out_features, in_features), generator=generator).float()
-    x[:, 0] = 127  # so that all scales are 1
-    weight[:, -1] = -63
-    expected = (x.long() @ weight.long().t()).float()
-    layouts = LAYOUTS
-    if 1 in x.shape:
-        layouts = (*LAYOUTS, with_single_strides)
-    for layout_of_weight in LAYOUTS:
-        layer = Int8Linear(in_features, out_features, bias=False).eval()
-        layer.weight = nn.Parameter(layout_of_weight(weight))
-        for layout in layouts:
-            with torch.no_grad():
-                actual = layer(layout(x))
-            assert torch.equal(actual, expected), (layout_of_weight.__name__, layout.__name__)
-
-
-def test_int8_layer_is_near_float():
-    layer = int8_layer()
-    expected = F.linear(random_input(), layer.weight, layer.bias).detach()
-    assert 0 < (apply(layer) - expected).norm() / expected.norm() < 0.02
-
-
-def test_largest_numbers_do_not_overflow():
-    layer = nn.Linear(4096, 1, bias=False).eval()
-    layer.weight.data.fill_(1.0)
-    quantize_linear_layers(layer)
+def test_int8_does_not_overflow(int8_way):
+    way = int8_way(torch.ones(8, 4096), torch.zeros(8))
     x = torch.ones(3, 4096)
     x[1] = -1
-    with torch.no_grad():
-        torch.testing.assert_close(layer(x)[:, 0], torch.tensor([4096.0, -4096.0, 4096.0]))
+    x[2, ::2] = -1
+    expected = x.sum(dim=1)[:, None].expand(3, 8)
+    torch.testing.assert_close(way(x), expected, rtol=1e-5, atol=1e-2)
 
 
-def test_int8_layer_follows_its_weight_and_trains_in_float():
-    layer = int8_layer()
-    before = apply(layer)
-    change_in_place(layer)
-    torch.testing.assert_close(apply(layer) - layer.bias, 2 * (before - layer.bias), rtol=1e-4, atol=1e-4)
-    expected = F.linear(random_input(), layer.weight, layer.bias)
-    assert torch.equal(layer(random_input()), expected)  # with gradients
+def test_int8_gives_the_same_bits_whatever_the_other_tokens(int8_way):
+    layer = random_layer()
+    way = int8_way(layer.weight, layer.bias)
+    x = torch.randn(300, 48)
+    separately = torch.cat([way(row) for row in x.split(1)])
+    assert torch.equal(way(x), separately)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 257])
+@pytest.mark.parametrize("in_features", [1, 2, 64])
+@pytest.mark.parametrize("out_features", [1, 32])
+@pytest.mark.parametrize("strides", ["rows", "columns", "sliced", "expanded"])
+def test_int8_is_exact_for_whole_numbers_of_any_strides(int8_way, rows, in_features, out_features, strides):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(-60, 61, (out_features, in_features), generator=generator).float()
+    weight[:, 0] = int8_way.largest_weight()  # the scales are 1 then
+    x = torch.randint(0, 256, (rows, in_features), generator=generator).float()
+    x[:, -1] = 0
+    x[:, 0] = 255
+    if strides == "columns":
+        x = x.t().contiguous().t()
+    elif strides == "sliced":
+        x = torch.cat([x, x], dim=1)[:, :in_features]
+    elif strides == "expanded":
+        x = x[:1].expand(rows, in_features)
+    way = int8_way(weight, torch.zeros(out_features))
+    expected = x.double() @ weight.double().T
+    torch.testing.assert_close(way(x).double(), expected, rtol=1e-6, atol=1e-3)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_int8_layer_keeps_numbers_that_are_not_finite(value):
-    layer = int8_layer()
+def test_int8_keeps_numbers_that_are_not_finite(int8_way, value):
+    layer = random_layer()
+    way = int8_way(layer.weight, layer.bias)
     x = random_input()
-    expected = apply(layer)
+    expected = way(x)
     x[2, 5] = value
-    with torch.no_grad():
-        actual = layer(x)
+    actual = way(x)
     assert not actual[2].isfinite().any()
     others = [0, 1, 3, 4]
     assert torch.equal(actual[others], expected[others])
 
 
-def test_token_of_zeros_gives_the_bias():
-    layer = int8_layer()
-    with torch.no_grad():
-        assert torch.equal(layer(torch.zeros(1, 48))[0], layer.bias)
+def test_int8_gives_the_bias_for_zeros(int8_way):
+    layer = random_layer()
+    assert torch.equal(int8_way(layer.weight, layer.bias)(torch.zeros(1, 48))[0], layer.bias)
 
 
 # ---- whole models ----
@@ -309,7 +286,7 @@ def padded_tokens():
 
 def packed_copy(model):
     packed = copy.deepcopy(model)
-    pack_linear_layers(packed)
+    pack_linear_layers(packed, packed.encoder)
     return packed
 
 
@@ -355,12 +332,45 @@ def test_training_a_packed_model_changes_no_bit():
     assert all(map(torch.equal, model.parameters(), packed.parameters()))
 
 
+@pytest.mark.parametrize("way", ["bfloat16", "qlinear", "int_mm"])
 @pytest.mark.parametrize("attention", ["lln_diag", "softmax", "flash", "transformer_ls", "linformer", "tnn"])
-def test_int8_model_is_near_float(attention):
+def test_model_in_low_precision_is_near_float(attention, way, monkeypatch):
+    if working_way(WAYS[way], torch.randn(64, 64), torch.zeros(64)) is None:
+        pytest.skip(f"{way} does not work on this processor")
+    monkeypatch.setenv("LLN_LINEAR", f"torch,{way}")
     model = build_model(**SIZES, attention=attention)
-    quantized = copy.deepcopy(model)
-    quantize_linear_layers(quantized.encoder.sentence_encoder.layers)
+    packed = copy.deepcopy(model)
+    precision = WAYS[way].precision
+    assert pack_linear_layers(packed, packed.encoder.sentence_encoder.layers, precision) == precision
     with torch.no_grad():
         expected = model(padded_tokens(), features_only=True)[0]
-        actual = quantized(padded_tokens(), features_only=True)[0]
+        actual = packed(padded_tokens(), features_only=True)[0]
     assert 0 < (actual - expected).norm() / expected.norm() < 0.05
+
+
+def test_projections_are_one_product_unless_they_have_hooks(kernel_calls):
+    model = packed_copy(build_model(**SIZES))
+    attention = model.encoder.sentence_encoder.layers[0].self_attn
+    outputs = []
+    with torch.no_grad():
+        model(padded_tokens(), features_only=True)
+        assert attention.packed_projections in kernel_calls
+        kernel_calls.clear()
+        attention.q_proj.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+        model(padded_tokens(), features_only=True)
+    assert attention.packed_projections not in kernel_calls
+    assert len(outputs) == 1
+
+
+def test_changed_projections_are_used():
+    model = build_model(**SIZES)
+    packed = packed_copy(model)
+    with torch.no_grad():
+        packed(padded_tokens(), features_only=True)
+        for changed in (model, packed):
+            projection = changed.encoder.sentence_encoder.layers[1].self_attn.k_proj
+            projection.weight.mul_(2)
+            projection.bias.add_(1)
+        expected = model(padded_tokens(), features_only=True)[0]
+        actual = packed(padded_tokens(), features_only=True)[0]
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)

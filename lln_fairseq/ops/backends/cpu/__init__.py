@@ -1,8 +1,9 @@
 """Hybrid attention and moment matching on a CPU: the Python side of the C kernels in csrc/.
 
 The kernels pass over the tokens two or three times, whereas PyTorch needs a dozen passes. They read tensors of any
-layout with contiguous features. The first use needs a C compiler. If the kernels cannot run, `choose_backend` selects
-the backend "torch" instead.
+layout with contiguous features. Tensors in half precision are converted to float32 before a call, and the results back
+after it. The first use needs a C compiler. If the kernels cannot run, `choose_backend` selects the backend "torch"
+instead.
 """
 
 import ctypes
@@ -25,6 +26,7 @@ from lln_fairseq.ops.moment_matching import calibration_table
 from lln_fairseq.ops.scratch import reused_buffers
 
 SOURCE = Path(__file__).with_name("csrc") / "attention.c"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIMS = range(16, 257, 16)
 MAX_BLOCK_SIZE = 256
 TILE_SIZE = 64  # tokens per tile for a call without blocks; otherwise a tile is a block
@@ -61,8 +63,8 @@ def is_supported(q: Tensor, block_size: int | None = None, max_global_tokens: in
 
     The first call for a head dimension compiles the kernels, or loads them from the cache directory.
     """
-    if q.device.type != "cpu" or q.dtype != torch.float32:
-        return f"The CPU kernels support float32 on a CPU, not {q.dtype} on {q.device.type}."
+    if q.device.type != "cpu" or q.dtype not in DTYPES:
+        return f"The CPU kernels support float32, bfloat16 and float16 on a CPU, not {q.dtype} on {q.device.type}."
     if q.shape[-1] not in HEAD_DIMS:
         return f"The CPU kernels support head dims that are multiples of 16 up to 256, not {q.shape[-1]}."
     if block_size is not None and block_size > MAX_BLOCK_SIZE:
@@ -190,6 +192,11 @@ def _with_contiguous_features(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _readable(x: Tensor) -> Tensor:
+    """Return x in float32 and with contiguous features, as the kernels read it; x itself if it is so already."""
+    return _with_contiguous_features(x).float()
+
+
 def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
@@ -201,7 +208,8 @@ def forward(
 
     If alpha or beta is None, the kernel computes both by moment matching, for each head right before its attention.
     """
-    q, k, v = (_with_contiguous_features(x) for x in (q, k, v))
+    dtype = q.dtype
+    q, k, v = (_readable(x) for x in (q, k, v))
     batch, heads, _, dim = q.shape
     out = fresh_result(q)
     (states,) = empty_saved(q, spec)
@@ -219,7 +227,7 @@ def forward(
         _call_kernel("forward_keys", spec, views, pointers)
         _merge_states(states, spec.exchange)
         _call_kernel("forward_queries", spec, views, pointers)
-    return out, alpha, beta, (states,)
+    return out.to(dtype), alpha, beta, (states,)
 
 
 def _merge_states(states: Tensor, exchange: Exchange) -> None:
@@ -250,8 +258,9 @@ def backward(
     needed: Sequence[bool],
 ) -> Sequence[Tensor | None]:
     """Compute the gradients of q, k, v, α, β and the offset; see `Backend.backward`."""
-    views = [_with_contiguous_features(x) for x in (q, k, v, grad)]
-    grads = empty_results(q, k, v)
+    dtype = q.dtype
+    views = [_readable(x) for x in (q, k, v, grad)]
+    grads = [fresh_result(x) for x in views[:3]]
     alpha = alpha.contiguous()
     beta = beta.contiguous()
     grad_alpha, grad_beta, grad_offset = (torch.empty_like(alpha) if is_needed else None for is_needed in needed)
@@ -260,14 +269,14 @@ def backward(
     if spec.exchange is None:
         _call_kernel("backward", spec, [*views, *grads], pointers)
     else:
-        exchanged = q.new_empty(batch, heads, dim + 1, dim)  # dS and g
+        exchanged = views[0].new_empty(batch, heads, dim + 1, dim)  # dS and g
         pointers.append(exchanged)
         _call_kernel("backward_queries", spec, [*views, *grads], pointers)
         parts = exchanged.split((dim, 1), dim=2)
         for part, total in zip(parts, spec.exchange.sum(*parts), strict=True):
             part.copy_(total)
         _call_kernel("backward_keys", spec, [*views, *grads], pointers)
-    return *grads, grad_alpha, grad_beta, grad_offset
+    return *(x.to(dtype) for x in grads), grad_alpha, grad_beta, grad_offset
 
 
 def empty_results(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
@@ -278,14 +287,14 @@ def empty_results(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
 def empty_saved(q: Tensor, spec: HybridSpec) -> Sequence[Tensor]:
     """Return one uninitialized tensor for the states of all heads, (B, H, rows, D), with rows as in `_state_rows`."""
     batch, heads, _, dim = q.shape
-    return (q.new_empty(batch, heads, _state_rows(dim, spec), dim),)
+    return (q.new_empty(batch, heads, _state_rows(dim, spec), dim, dtype=torch.float32),)
 
 
 def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Compute α and β (B, H) by moment matching; see `Backend.match_moments`."""
-    alpha = q.new_empty(*q.shape[:2])
-    beta = q.new_empty(*q.shape[:2])
+    views = (_readable(q), _readable(k))
+    alpha = views[0].new_empty(*q.shape[:2])
+    beta = views[0].new_empty(*q.shape[:2])
     lln_only = HybridSpec(lln_weight=1.0, diag_weight=0.0)
-    views = (_with_contiguous_features(q), _with_contiguous_features(k))
     _call_kernel("match_moments", lln_only, views, (_contiguous(mask), alpha, beta), table)
     return alpha, beta

@@ -31,7 +31,7 @@ def load_library(main: Path, **macros: int) -> ctypes.CDLL:
 
     Several processes may compile the library at the same time: each renames its own finished file. If the cache
     directory cannot be used, the library is compiled in a temporary directory instead. A cache directory that is not
-    safe (see `_reason_to_distrust`) is not used either, and a warning is logged.
+    safe (see `reason_to_distrust`) is not used either, and a warning is logged.
 
     Args:
         main: the C file. The library is compiled again if any .c or .h file of its directory changes.
@@ -43,7 +43,7 @@ def load_library(main: Path, **macros: int) -> ctypes.CDLL:
     command = [*_find_compiler(), *FLAGS, *definitions, str(main)]
     name = f"{main.stem}-{_digest(main.parent, command)}.so"
     folder = cache_directory()
-    if folder and (reason := _reason_to_distrust(folder)):
+    if folder and (reason := reason_to_distrust(folder)):
         logger.warning("%s. Until then, compiled kernels are not cached there", reason)
         folder = None
     if folder:
@@ -57,7 +57,7 @@ def load_library(main: Path, **macros: int) -> ctypes.CDLL:
     return _build_library(command, name, None)
 
 
-def _reason_to_distrust(folder: Path) -> str | None:
+def reason_to_distrust(folder: Path) -> str | None:
     """Return a message if code from this directory must not be run, because another user owns it or can write to it.
 
     Returns: the message, or None if the directory can be trusted or does not exist.
@@ -176,10 +176,10 @@ def _digest(folder: Path, command: list[str]) -> str:
     The CPU is included because machines with different CPUs may share a cache directory.
     """
     sources = b"".join(path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix in (".c", ".h"))
-    return hashlib.sha256(sources + repr((command, _cpu_description())).encode()).hexdigest()[:16]
+    return hashlib.sha256(sources + repr((command, cpu_description())).encode()).hexdigest()[:16]
 
 
-def _cpu_description() -> str:
+def cpu_description() -> str:
     """Return the model and the features of the CPU as text, or the result of platform.processor() if not on Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
