@@ -1,0 +1,139 @@
+"""A pre-training unit: train a small encoder from scratch on Wikipedia text, with configs/corpus/wikipedia_cpu.yaml.
+
+The units see the same tokens in the same order, with the same masks: these depend on the data and the seed only.
+"""
+
+import json
+import re
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from lln_fairseq.analysis.events import Curve, read_curves
+from lln_fairseq.attention import LAYER_REGISTRY
+from lln_fairseq.attention.registry import parse_attention_spec
+from lln_fairseq.data.files import write_bytes
+from scripts.research.programs import FAST_BFLOAT16, TRAIN, Programs, locked, processor, write_result
+from scripts.research.units import PRETRAINING, Unit
+
+UPDATES = 5000
+VALIDATIONS = 10  # evenly spaced; the last checkpoint is as old as the last validation
+VOCABULARY = 8000
+MODEL = "small"
+PROBED = ("entropy", "spectral_gap")  # means over the heads and sequences of a layer
+
+
+def run_pretraining(unit: Unit, work: Path, results: Path, text: str | None, updates: int = UPDATES) -> None:
+    """Run what is missing of a unit, and write its result.
+
+    Args:
+        unit: the unit.
+        work: directory of the data and of this unit.
+        results: directory of the results.
+        text: archive or directory of text in WikiText's form; None downloads WikiText-103.
+        updates: number of updates.
+    """
+    directory = work / PRETRAINING / unit.name
+    programs = Programs(directory, {work: "WORK", text: "TEXT"})
+    data = work / "data" / "wikipedia"
+    with locked(work / "data" / "wikipedia.lock"):
+        arguments = ["data_prep.wikitext103", "--tokenizer=sentencepiece", f"--vocab-size={VOCABULARY}", "--workers=1"]
+        arguments += ["--out", str(data)]
+        if text:
+            arguments += ["--source", text]
+        programs.run("data", arguments, data / "manifest.json")
+    precision = choose_precision()
+    times = ValidationTimes(directory / "validation_seconds.json")
+    programs.run("train", training_arguments(unit, data, directory, updates, precision), None, times.read_line)
+    curves = read_curves(directory / "tensorboard")
+    bits = curves["valid/loss"]
+    config = OmegaConf.load(directory / "config.yaml")
+    manifest = json.loads((data / "manifest.json").read_text())
+    content = {
+        "kind": PRETRAINING,
+        "attention": unit.attention,
+        "spec": unit.spec,
+        "seed": unit.seed,
+        "precision": precision,
+        "source": manifest["settings"]["source"],
+        "updates": bits.steps,
+        "tokens_per_update": config.task.global_batch * config.task.tokens_per_sample,
+        "bits": [round(value, 4) for value in bits.values],
+        "probe": read_probe(curves),
+        "commands": programs.commands,
+        "thread_seconds": [times.seconds[str(update)] for update in bits.steps],
+    }
+    write_result(unit.result(results), content)
+
+
+def training_arguments(unit: Unit, data: Path, directory: Path, updates: int, precision: str) -> list[str]:
+    """Return the module and the arguments that train the unit, or what is missing of it."""
+    attention, options = parse_attention_spec(unit.spec)
+    interval = max(1, updates // VALIDATIONS)
+    arguments = [
+        *TRAIN,
+        "--config-name=pretrain",
+        "corpus=wikipedia_cpu",
+        f"model={MODEL}",
+        "run=cpu",
+        f"attention={attention}",
+        *(f"model.{attention}_{key}={value}" for key, value in options.items()),
+        f"task.data={data}",
+        f"optimization.max_update={updates}",
+        f"lr_scheduler.warmup_updates={updates // 50}",
+        f"dataset.validate_interval_updates={interval}",
+        f"checkpoint.save_interval_updates={interval}",
+        f"common.seed={unit.seed}",
+        f"common.bf16={str(precision == 'bfloat16').lower()}",
+        "common.log_format=json",
+        f"checkpoint.save_dir={directory}",
+    ]
+    if attention in LAYER_REGISTRY:  # they have positions of their own, and no matrix per head to measure
+        arguments.append("model.rotary=false")
+    else:
+        arguments.append(f"task.probe_interval={interval}")
+    return arguments
+
+
+def choose_precision() -> str:
+    """Return "bfloat16" if the processor multiplies it faster than float32, otherwise "float32"."""
+    instructions = processor()["instructions"]
+    if any(instruction in instructions for instruction in FAST_BFLOAT16):
+        return "bfloat16"
+    return "float32"
+
+
+class ValidationTimes:
+    """Records the thread time of the training until each validation, with this validation.
+
+    A killed run goes on at its last checkpoint, which is as old as its last validation. So what is computed twice is
+    not counted twice.
+
+    Attributes:
+        seconds: the thread time by the number of updates, as text.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.seconds: dict[str, float] = {}
+        if file.exists():
+            self.seconds = json.loads(file.read_text())
+        self.before = max(self.seconds.values(), default=0.0)
+
+    def read_line(self, line: str, seconds: float) -> None:
+        """Record the time if a line of the log reports a validation; `seconds` is the thread time of this process."""
+        updates = re.search(r'"valid_num_updates": "(\d+)"', line)
+        if updates:
+            self.seconds[updates[1]] = round(self.before + seconds, 1)
+            write_bytes(self.file, json.dumps(self.seconds).encode())
+
+
+def read_probe(curves: dict[str, Curve]) -> dict[str, dict[str, list[float]]]:
+    """Return the curves of PROBED by name: the "updates", and the values of every layer as "layer_00" and so on."""
+    probe: dict[str, dict[str, list[float]]] = {}
+    for name in PROBED:
+        layers = {key.rpartition("/")[2]: curve for key, curve in curves.items() if key.startswith(f"probe/{name}/")}
+        for layer, curve in sorted(layers.items()):
+            values = probe.setdefault(name, {"updates": list(curve.steps)})
+            values[layer] = [round(value, 4) for value in curve.values]
+    return probe

@@ -1,0 +1,153 @@
+"""Run the project's programs one after another on one thread, and describe the machine that they run on."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from lln_fairseq.command import UserError, child_environment
+from lln_fairseq.data.files import lock_file, write_bytes
+
+POLL_SECONDS = 1.0
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
+FAST_BFLOAT16 = ("avx512_bf16", "amx_bf16")
+TRAIN = ("lln_fairseq", "train")
+
+
+class ProgramFailed(UserError):
+    """A program ended with an error. `reason` is its last line, without "error: "."""
+
+    def __init__(self, reason: str, log: Path) -> None:
+        super().__init__(f"{reason} (see {log})")
+        self.reason = reason
+
+
+class Programs:
+    """Runs the programs of a unit. A killed unit goes on where it was, and its thread times add up.
+
+    Args:
+        directory: the unit's directory in --work, which is created. It gets thread_seconds.json and logs/.
+        places: the names that stand for paths in `commands`, by path; None for a path that is not given.
+    """
+
+    def __init__(self, directory: Path, places: Mapping[Any, str]) -> None:
+        self.directory = directory
+        self.places = places
+        self.commands: dict[str, str] = {}  # the command lines by the names of the steps
+        self._times_file = directory / "thread_seconds.json"
+        (directory / "logs").mkdir(parents=True, exist_ok=True)
+
+    @property
+    def thread_seconds(self) -> dict[str, float]:
+        """The CPU time of each step in all its pieces. The time of a step that started is there while it runs."""
+        if not self._times_file.exists():
+            return {}
+        return json.loads(self._times_file.read_text())
+
+    def run(
+        self,
+        step: str,
+        arguments: Sequence[object],
+        output: Path | None,
+        on_line: Callable[[str, float], None] | None = None,
+    ) -> None:
+        """Run `python -m ARGUMENTS`, unless its output exists. Its messages are appended to logs/STEP.log.
+
+        Args:
+            step: the name of the step, unique in the unit.
+            arguments: the module and its arguments.
+            output: the file that the program writes last. With None, it always runs, and skips itself what is done.
+            on_line: gets each line that the program prints, and the thread time of this process of the step.
+
+        Raises:
+            ProgramFailed: if the program fails.
+        """
+        words = [str(argument) for argument in arguments]
+        self.commands[step] = " ".join(words)
+        for path, name in self.places.items():
+            self.commands[step] = self.commands[step].replace(str(path), name)
+        if output is not None and output.exists():
+            return
+        log = self.directory / "logs" / f"{step}.log"
+        print(f"{step}: {log}", flush=True)
+        environment = {**child_environment(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        before = self.thread_seconds.get(step, 0.0)
+        with log.open("ab") as stream, log.open(encoding="utf-8") as lines:
+            lines.seek(0, os.SEEK_END)
+            command = [sys.executable, "-m", *words]
+            process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
+            try:
+                is_running = True
+                while is_running:
+                    time.sleep(POLL_SECONDS)
+                    seconds = cpu_seconds(process.pid)
+                    is_running = process.poll() is None
+                    self._save_time(step, before + seconds)
+                    for line in lines:
+                        if on_line is not None:
+                            on_line(line, seconds)
+            finally:
+                if process.poll() is None:
+                    process.terminate()
+                    process.wait()
+        if process.returncode:
+            printed = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
+            raise ProgramFailed(printed[-1].removeprefix("error: "), log)
+
+    def _save_time(self, step: str, seconds: float) -> None:
+        times = {**self.thread_seconds, step: round(seconds, 1)}
+        write_bytes(self._times_file, json.dumps(times).encode())
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process of ours that has not been waited for, its own ended children included."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    ticks = sum(int(field) for field in fields[11:15])  # utime, stime, cutime, cstime
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def locked(file: Path, wait: bool = True) -> Iterator[bool]:
+    """Hold the lock of a file in the `with` block. Yield False if another process holds it and `wait` is False."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w") as stream:
+        is_ours = lock_file(stream.fileno())
+        if not is_ours and wait:
+            print(f"waiting for another unit: {file}", flush=True)
+            is_ours = lock_file(stream.fileno(), wait=True)
+        yield is_ours
+
+
+def processor() -> dict[str, Any]:
+    """Return the name of the processor and those of its instructions that decide the speed of matrix products."""
+    text = Path("/proc/cpuinfo").read_text()
+    name = platform.processor()
+    flags: list[str] = []
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            name = value.strip()
+        if key.strip() == "flags":
+            flags = value.split()
+    return {"name": name, "instructions": [flag for flag in INSTRUCTIONS if flag in flags], "threads": 1}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide the results."""
+    packages = {name: version(name) for name in ("torch", "ve-fairseq", "numpy", "lln-fairseq")}
+    return {"python": platform.python_version(), **packages}
+
+
+def write_result(path: Path, content: dict[str, Any]) -> None:
+    """Write a result file with the settings, the versions and the processor."""
+    content = {**content, "versions": versions(), "processor": processor()}
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
+    write_bytes(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
+    print(f"wrote {path}", flush=True)

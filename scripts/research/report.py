@@ -1,0 +1,202 @@
+"""Write the tables and pictures of the units whose results exist."""
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from lln_fairseq.errors import InputError
+from scripts.research.units import CONVERSION, CONVERTED, PRETRAINED, PRETRAINING, REPORTED_TASKS, SOFTMAX
+
+CONTROL = "blocks and global first segment"  # the part "Diag only" of joint_offset_global
+SAME_AS_SOFTMAX = 0.0005  # relative error below which an attention counts as softmax at the length of the task
+
+
+def write_report(results: Path) -> None:
+    """Print the tables, and write them and the pictures into the directory `results`.
+
+    Raises:
+        InputError: if there are no results.
+    """
+    conversions = read_results(results / CONVERSION)
+    pretrainings = read_results(results / PRETRAINING)
+    if not conversions and not pretrainings:
+        raise InputError(
+            f"{results} has no results: run `python -m scripts.research.table1 all --work DIRECTORY` first"
+        )
+    sections = []
+    if conversions:
+        sections.append(conversion_table(conversions))
+        sections.append(time_table(conversions))
+        draw_conversions(conversions, results / "conversion.png")
+    if pretrainings:
+        sections.append(pretraining_table(pretrainings))
+        draw_pretraining(pretrainings, results / "pretraining.png")
+    text = "\n\n".join(sections) + "\n"
+    (results / "table1.md").write_text(text, encoding="utf-8")
+    print(text, end="")
+
+
+def read_results(directory: Path) -> list[dict[str, Any]]:
+    """Return the content of all result files in a directory, sorted by their names."""
+    return [json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))]
+
+
+def select(results: Iterable[dict[str, Any]], **values: Any) -> list[dict[str, Any]]:
+    """Return the results whose entries have the given values."""
+    return [result for result in results if all(result.get(key) == value for key, value in values.items())]
+
+
+def mean_and_range(values: Sequence[float], digits: int = 1) -> str:
+    """Return "mean (lowest–highest)", only the value if there is one, or "" if there is none."""
+    if not values:
+        return ""
+    text = f"{statistics.fmean(values):.{digits}f}"
+    if len(values) == 1:
+        return text
+    return f"{text} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown. The first row has the titles."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines.insert(1, "|---" * len(rows[0]) + "|")
+    return "\n".join(lines)
+
+
+def accuracies(results: Sequence[dict[str, Any]], stage: str) -> list[float]:
+    """Return the accuracies in percent on all held-out rows, of the results that have this stage."""
+    return [100 * result["scores"][stage]["all"] for result in results if stage in result["scores"]]
+
+
+def conversion_table(results: list[dict[str, Any]]) -> str:
+    """Return the table of accuracies: without training, and linearized, for each task."""
+    tasks = [task for task in REPORTED_TASKS if select(results, task=task)]
+    rows = [["accuracy [%]: swapped in → linearized", *tasks]]
+    softmax = [SOFTMAX]
+    for task in tasks:
+        softmax.append(mean_and_range(accuracies(one_per_seed(select(results, task=task)), SOFTMAX)))
+    rows.append(softmax)
+    notes = []
+    for attention in CONVERTED:
+        cells = [conversion_cell(select(results, task=task, attention=attention)) for task in tasks]
+        if attention != SOFTMAX and any(cells):
+            rows.append([attention, *cells])
+        for result in select(results, attention=attention):
+            if "refused" in result:
+                notes.append(f"- {attention}: {result['refused']}")
+        if attention == "joint_offset_global":
+            parts = [select(results, task=task, attention=attention) for task in tasks]
+            rows.append([CONTROL, *(mean_and_range(accuracies(part, "Diag only")) for part in parts)])
+    notes.append("- =: the outputs are those of softmax (relative error 0) at the length of this task")
+    notes.append(f"- {CONTROL}: joint_offset_global without LLN; nothing of it can be trained")
+    return "\n\n".join([markdown(rows), "\n".join(notes)])
+
+
+def one_per_seed(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one result for each seed."""
+    return list({result["seed"]: result for result in results}.values())
+
+
+def conversion_cell(results: Sequence[dict[str, Any]]) -> str:
+    """Return "swapped → linearized" for the seeds of one attention and task, or "" if there is no score."""
+    if not accuracies(results, "linearized"):
+        return ""
+    cell = f"{mean_and_range(accuracies(results, 'swapped')[:1])} → {mean_and_range(accuracies(results, 'linearized'))}"
+    if all(result["relative_error"] < SAME_AS_SOFTMAX for result in results):
+        cell += " ="
+    return cell
+
+
+def time_table(results: list[dict[str, Any]]) -> str:
+    """Return the table of the times of a call, relative to softmax, by the number of tokens."""
+    times: dict[str, dict[int, list[float]]] = {}
+    lengths: set[int] = set()
+    for result in results:
+        for length, milliseconds in result.get("milliseconds", {}).items():
+            ratio = milliseconds[result["attention"]] / milliseconds[SOFTMAX]
+            times.setdefault(result["attention"], {}).setdefault(int(length), []).append(ratio)
+            lengths.add(int(length))
+    rows = [["time of a call / softmax's, at tokens", *map(str, sorted(lengths))]]
+    for attention in CONVERTED:
+        if attention in times:
+            ratios = times[attention]
+            rows.append([attention, *(mean_and_range(ratios.get(length, []), 2) for length in sorted(lengths))])
+    return markdown(rows)
+
+
+def pretraining_table(results: list[dict[str, Any]]) -> str:
+    """Return the table of the bits per masked token after so many million tokens, and of the thread time."""
+    updates = results[0]["updates"]
+    millions = [update * results[0]["tokens_per_update"] / 1e6 for update in updates]
+    rows = [["bits after million tokens", *(f"{value:.1f}" for value in millions), "thread minutes", "precision"]]
+    for attention in PRETRAINED:
+        chosen = [result for result in select(results, attention=attention) if result["updates"] == updates]
+        if not chosen:
+            continue
+        cells = [mean_and_range([result["bits"][index] for result in chosen], 2) for index in range(len(updates))]
+        minutes = mean_and_range([result["thread_seconds"][-1] / 60 for result in chosen], 0)
+        rows.append([attention, *cells, minutes, chosen[0]["precision"]])
+    return markdown(rows)
+
+
+def draw_conversions(results: list[dict[str, Any]], path: Path) -> None:
+    """Draw the accuracy of every attention without training (ring) and linearized (dot); the line is softmax."""
+    tasks = [task for task in REPORTED_TASKS if select(results, task=task)]
+    names = [name for name in reversed(CONVERTED) if accuracies(select(results, attention=name), "linearized")]
+    size = (3 * len(tasks) + 1.5, 0.28 * len(names) + 1.4)
+    figure, panels = plt.subplots(1, len(tasks), figsize=size, sharey=True, squeeze=False)
+    for task, axes in zip(tasks, panels[0], strict=True):
+        of_task = select(results, task=task)
+        axes.axvline(statistics.fmean(accuracies(one_per_seed(of_task), SOFTMAX)), color="gray")
+        for height, name in enumerate(names):
+            chosen = select(of_task, attention=name)
+            swapped = accuracies(chosen, "swapped")
+            linearized = accuracies(chosen, "linearized")
+            axes.plot(swapped, [height] * len(swapped), "o", color="C0", fillstyle="none")
+            axes.plot(linearized, [height] * len(linearized), "o", color="C0")
+        axes.set_title(task)
+        axes.set_xlabel("accuracy [%]")
+        axes.grid(alpha=0.3)
+        axes.set_yticks(range(len(names)), names)
+    save(figure, path)
+
+
+def draw_pretraining(results: list[dict[str, Any]], path: Path) -> None:
+    """Draw the bits against the tokens and the thread time, and row entropy and spectral gap (means of the layers)."""
+    figure, ((by_tokens, by_time), (entropies, gaps)) = plt.subplots(2, 2, figsize=(10, 8))
+    for result in results:
+        color = f"C{list(PRETRAINED).index(result['attention'])}"
+        style = "-" if result["seed"] == 1 else ":"
+        scale = result["tokens_per_update"] / 1e6
+        tokens = [update * scale for update in result["updates"]]
+        minutes = [seconds / 60 for seconds in result["thread_seconds"]]
+        by_tokens.plot(tokens, result["bits"], style, color=color, label=f"{result['attention']}, {result['seed']}")
+        by_time.plot(minutes, result["bits"], style, color=color)
+        for name, axes in (("entropy", entropies), ("spectral_gap", gaps)):
+            if name in result["probe"]:
+                curves = dict(result["probe"][name])
+                tokens = [update * scale for update in curves.pop("updates")]
+                means = [statistics.fmean(values) for values in zip(*curves.values(), strict=True)]
+                axes.plot(tokens, means, style, color=color)
+    for axes in (by_tokens, entropies, gaps):
+        axes.set_xlabel("tokens [million]")
+    by_time.set_xlabel("thread time [minutes]")
+    by_tokens.set_ylabel("held-out loss [bits per masked token]")
+    entropies.set_ylabel("row entropy [bits]")
+    gaps.set_ylabel("spectral gap")
+    by_tokens.legend(title="attention, seed")
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure and close it."""
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

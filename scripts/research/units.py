@@ -1,0 +1,147 @@
+"""The units of the paper's Table 1 at the scale of one CPU thread: attentions, tasks and seeds."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lln_fairseq.attention.registry import did_you_mean
+from lln_fairseq.errors import InputError
+
+SOFTMAX = "softmax"
+CONVERSION = "conversion"
+PRETRAINING = "pretraining"
+RESULTS = Path("docs/results")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of the conversion units.
+
+    Attributes:
+        glue: the name of the GLUE task.
+        train: rows of fine-tuning, from the start of the training file.
+        held_out: rows from the end of the training file that are scored together with the dev rows.
+        sentences: sentences of the second text, see data_prep.glue_held_out.
+        epochs: epochs of fine-tuning.
+        start: the task whose teacher is trained further; None starts from the encoder.
+        batch_size: rows that are computed at once; an update always has 32.
+    """
+
+    glue: str
+    train: int = 6000
+    held_out: int = 2400
+    sentences: int = 1
+    epochs: int = 2
+    start: str | None = None
+    batch_size: int = 32
+
+
+TASKS = {
+    "qnli": Task("QNLI"),
+    "mnli": Task("MNLI"),
+    "qqp": Task("QQP"),
+    "sst2": Task("SST-2"),
+    "qnli4": Task("QNLI", train=3000, held_out=1000, sentences=4, epochs=1, start="qnli", batch_size=16),
+    "qnli16": Task("QNLI", train=2000, held_out=1000, sentences=16, epochs=1, start="qnli4", batch_size=4),
+}
+REPORTED_TASKS = ("qnli", "mnli", "qqp", "sst2", "qnli16")
+
+# The attention specs by the names of the units, in the order in which the units run.
+JOINT = "lln_diag:mix=joint_offset,gain=learned,block_size=32"
+CONVERTED = {
+    SOFTMAX: SOFTMAX,
+    "elu": "elu",
+    "lln_diag": "lln_diag:mix=average,gain=none,block_size=32",
+    "joint_offset_global": f"{JOINT},global_tokens=first_segment",
+    "joint_offset": JOINT,
+    "block_diag": "block_diag:block_size=32",
+    "performer": "performer",
+    "reformer": "reformer",
+    "lln": "lln:gain=learned",
+    "hedgehog": "hedgehog",
+    "hedgehog_blocks": "hedgehog:block_size=32",
+    "t2r": "t2r",
+    "t2r_blocks": "t2r:block_size=32",
+    "cosformer": "cosformer",
+    "nystrom": "nystrom",
+    "linformer": "linformer",
+    "longformer": "longformer:one_sided_window=16",
+    "flash": "flash",
+    "tnn": "tnn",
+}
+NOT_CONVERTIBLE = ("flash", "tnn")  # they replace whole layers; their results say so in the words of linearize
+THREE_SEEDS = (SOFTMAX, "elu", "lln_diag", "joint_offset_global", "joint_offset")
+PRETRAINED = {
+    SOFTMAX: SOFTMAX,
+    "lln_diag": "lln_diag:block_size=32",
+    "block_diag": "block_diag:block_size=32",
+    "joint_offset": "lln_diag:mix=joint_offset,block_size=32",
+    "elu": "elu",
+    "lln": "lln",
+    "performer": "performer",
+    "reformer": "reformer",
+    "flash": "flash",
+    "tnn": "tnn",
+}
+TWO_SEEDS = (SOFTMAX, "lln_diag")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One command with one result file. `task` is empty in pre-training."""
+
+    kind: str
+    task: str
+    attention: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Return the name of the result file and of the unit's directory in --work: qnli_elu_seed1."""
+        parts = [self.attention, f"seed{self.seed}"]
+        if self.task:
+            parts.insert(0, self.task)
+        return "_".join(parts)
+
+    @property
+    def spec(self) -> str:
+        """Return the attention with its options."""
+        if self.kind == CONVERSION:
+            return CONVERTED[self.attention]
+        return PRETRAINED[self.attention]
+
+    def result(self, results: Path) -> Path:
+        """Return the path of the result file below the directory `results`."""
+        return results / self.kind / f"{self.name}.json"
+
+
+def check_unit(unit: Unit) -> None:
+    """Raise InputError if there is no such task or attention. Other seeds than those of `all_units` are allowed."""
+    attentions = CONVERTED if unit.kind == CONVERSION else PRETRAINED
+    if unit.kind == CONVERSION and unit.task not in TASKS:
+        raise InputError(f"no such task: {unit.task}{did_you_mean(unit.task, TASKS)}")
+    if unit.attention not in attentions:
+        raise InputError(f"no such attention: {unit.attention}{did_you_mean(unit.attention, attentions)}")
+
+
+def all_units() -> list[Unit]:
+    """Return the units of the tables in the order in which they run, the most informative first."""
+    units = [Unit(PRETRAINING, "", attention, 1) for attention in TWO_SEEDS]
+    units += _conversions(1, tuple(CONVERTED))
+    units += [Unit(PRETRAINING, "", attention, 1) for attention in PRETRAINED if attention not in TWO_SEEDS]
+    units += _conversions(2, THREE_SEEDS)
+    units += _conversions(3, THREE_SEEDS)
+    units += [Unit(PRETRAINING, "", attention, 2) for attention in TWO_SEEDS]
+    return units
+
+
+def _conversions(seed: int, attentions: tuple[str, ...]) -> list[Unit]:
+    """Return the conversion units of one seed, task by task. Attentions that are refused are tried on one task only."""
+    units = []
+    for task in REPORTED_TASKS:
+        for attention in attentions:
+            if attention in NOT_CONVERTIBLE and task != REPORTED_TASKS[0]:
+                continue
+            if attention == "joint_offset_global" and task == "sst2":
+                continue  # the whole text of a row would be global
+            units.append(Unit(CONVERSION, task, attention, seed))
+    return units

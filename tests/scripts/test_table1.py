@@ -1,0 +1,253 @@
+"""Test the units of the paper's Table 1 and their report, with tiny models and tasks."""
+
+import importlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import lln_fairseq.__main__
+from lln_fairseq.errors import InputError
+from scripts.research import conversion, pretraining, table1, units
+from scripts.research.programs import ProgramFailed, Programs, locked
+from scripts.research.report import write_report
+from scripts.research.units import Task, Unit, all_units
+from tests.conversion.sources import make_model
+from tests.fairseq_runs import hydra_train
+from tests.text_runs import random_sentence, write_raw_tasks
+
+TINY_UNIT = """
+from scripts.research import pretraining, table1
+pretraining.MODEL = "nano"
+pretraining.VOCABULARY = 120
+raise SystemExit(table1.main())
+"""
+TIMES = ("thread_seconds", "milliseconds")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("conversion", "qnly", "elu"), "no such task: qnly; did you mean 'qnli'?"),
+        (("conversion", "qnli", "elo"), "no such attention: elo; did you mean 'elu'?"),
+        (("pretraining", "lin_diag"), "no such attention: lin_diag; did you mean 'lln_diag'?"),
+    ],
+)
+def test_unknown_unit_is_one_line(words, message, tmp_path, capsys):
+    assert table1.main([*words, "--work", str(tmp_path)]) == 1
+
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}")
+    assert error.count("\n") == 1
+
+
+def test_missing_text_is_one_line_with_the_log(tmp_path, capsys):
+    text = tmp_path / "no_text"
+
+    assert table1.main(["pretraining", "elu", "--work", str(tmp_path), "--text", str(text)]) == 1
+
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: cannot read {text}")
+    assert error.count("\n") == 1
+    assert Path(error.split("(see ")[1].strip(" )\n")).exists()
+
+
+def test_list_shows_what_is_missing(tmp_path, capsys):
+    (tmp_path / "conversion").mkdir()
+    (tmp_path / "conversion" / "qnli_elu_seed2.json").touch()
+
+    assert table1.main(["list", "--results", str(tmp_path)]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "missing  pretraining softmax --seed 1"
+    assert "done     conversion qnli elu --seed 2" in lines
+    assert lines[-1] == f"1 of {len(all_units())} units are done"
+    assert len(set(lines)) == len(all_units()) + 1
+
+
+def test_all_skips_a_unit_that_another_process_runs(tmp_path, capsys, monkeypatch):
+    ran = []
+    monkeypatch.setattr(table1, "run_conversion", lambda unit, *_: ran.append(unit))
+    monkeypatch.setattr(table1, "all_units", lambda: [Unit("conversion", "qnli", name, 1) for name in ("elu", "lln")])
+
+    with locked(tmp_path / "conversion" / "qnli_elu_seed1.lock"):
+        assert table1.main(["all", "--work", str(tmp_path), "--results", str(tmp_path)]) == 0
+        assert table1.main(["conversion", "qnli", "elu", "--work", str(tmp_path)]) == 1
+
+    assert [unit.attention for unit in ran] == ["lln"]
+    assert "another process is running qnli_elu_seed1" in capsys.readouterr().err
+
+
+def test_times_of_pieces_add_up_and_finished_programs_do_not_run_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("scripts.research.programs.POLL_SECONDS", 0.05)
+    (tmp_path / "in.json").write_text("[1]")
+    out = tmp_path / "out.json"
+    (tmp_path / "thread_seconds.json").write_text('{"format": 100.0}')
+    programs = Programs(tmp_path, {tmp_path: "WORK", None: "GLUE"})
+
+    with pytest.raises(ProgramFailed, match=r"can't open .*absent.* \(see .*logs/format\.log\)"):
+        programs.run("format", ["json.tool", tmp_path / "absent", out], out)
+    seconds = programs.thread_seconds["format"]
+    programs.run("format", ["json.tool", tmp_path / "in.json", out], out)
+    assert 100 <= seconds <= programs.thread_seconds["format"] < 110
+    out.write_text("kept")
+    programs.run("format", ["json.tool", tmp_path / "in.json", out], out)
+
+    assert out.read_text() == "kept"
+    assert programs.commands == {"format": "json.tool WORK/in.json WORK/out.json"}
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Run the programs in this process, which saves the imports. Return the list of the steps that ran."""
+    steps = []
+
+    def run(self, step, arguments, output, on_line=None):
+        module, *words = map(str, arguments)
+        self.commands[step] = " ".join([module, *words])
+        if output is not None and output.exists():
+            return
+        steps.append(step)
+        if words[0] == "train":
+            hydra_train(monkeypatch, *words[2:], recipe=words[1].partition("=")[2])
+        elif module == "lln_fairseq":
+            assert lln_fairseq.__main__.main(words) == 0
+        else:
+            assert importlib.import_module(module).main(words) == 0
+
+    monkeypatch.setattr(Programs, "run", run)
+    return steps
+
+
+def test_conversion_unit_scores_all_stages_and_parts(tmp_path, monkeypatch, in_this_process):
+    monkeypatch.setitem(conversion.STAGES, "linearized", 12)
+    monkeypatch.setattr(conversion, "REPEATS", 1)
+    monkeypatch.setitem(units.TASKS, "sst2", Task("SST-2", train=32, held_out=16, epochs=1))
+    work = tmp_path / "work"
+    results = tmp_path / "results"
+    make_model("bert", work / "minilm")
+    options = ["--work", str(work), "--results", str(results), "--glue", str(write_raw_tasks(tmp_path / "glue"))]
+
+    for attention in ("softmax", "lln_diag"):
+        assert table1.main(["conversion", "sst2", attention, *options]) == 0
+
+    softmax = json.loads((results / "conversion" / "sst2_softmax_seed1.json").read_text())
+    linear = json.loads((results / "conversion" / "sst2_lln_diag_seed1.json").read_text())
+    assert in_this_process.count("train sst2") == 1  # the teacher is shared
+    assert softmax["rows"] == {"train": 32, "valid": 30, "test": 16}
+    assert linear["scores"].keys() == {"softmax", "swapped", "linearized", "LLN only", "Diag only"}
+    assert linear["scores"]["softmax"] == softmax["scores"]["softmax"]
+    for scores in linear["scores"].values():
+        assert scores["all"] == pytest.approx((30 * scores["valid"] + 16 * scores["test"]) / 46, abs=1e-4)
+    assert 0 < linear["relative_error"] < 1
+    assert linear["milliseconds"].keys() == {str(linear["mean_tokens"]), "512"}
+    assert not list(work.glob("conversion/*/*/model.pt"))
+
+
+def test_refused_attention_says_why(tmp_path, monkeypatch):
+    data = tmp_path / "data" / "qnli"
+    data.mkdir(parents=True)
+    counts = {"samples": 2, "tokens": 20}
+    manifest = {"counts": {}, "settings": {"source": {}}, "datasets": {"input0": {"valid": counts}}}
+    (data / "manifest.json").write_text(json.dumps(manifest))
+    monkeypatch.setattr(conversion, "make_teacher", lambda *_: tmp_path / "checkpoint_last.pt")
+    monkeypatch.setattr(conversion, "score", lambda *_: {"all": 0.5})
+    results = tmp_path / "results"
+
+    assert table1.main(["conversion", "qnli", "tnn", "--work", str(tmp_path), "--results", str(results)]) == 0
+
+    content = json.loads((results / "conversion" / "qnli_tnn_seed1.json").read_text())
+    assert content["refused"] == "tnn replaces the whole encoder layer, and cannot replace a teacher's attention"
+
+
+def start_tiny_unit(folder, text):
+    command = [sys.executable, "-c", TINY_UNIT, "pretraining", "lln_diag", "--updates", "20", "--text", str(text)]
+    return subprocess.Popen([*command, "--work", str(folder), "--results", str(folder)])
+
+
+@pytest.mark.exhaustive
+def test_killed_pretraining_unit_resumes_to_the_same_result(tmp_path):
+    generator = random.Random(5)
+    text = tmp_path / "text"
+    text.mkdir()
+    for split, lines in (("train", 2000), ("valid", 100), ("test", 10)):
+        sentences = "\n".join(random_sentence(generator) for _ in range(lines))
+        (text / f"wiki.{split}.raw").write_text(f"{sentences}\n")
+
+    killed = start_tiny_unit(tmp_path / "killed", text)
+    times = tmp_path / "killed" / "pretraining" / "lln_diag_seed1" / "validation_seconds.json"
+    deadline = time.monotonic() + 120
+    while not times.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait()
+    assert not (tmp_path / "killed" / "pretraining" / "lln_diag_seed1.json").exists()
+    before = json.loads(times.read_text())
+    contents = []
+    for name in ("killed", "whole"):
+        assert start_tiny_unit(tmp_path / name, text).wait() == 0
+        contents.append(json.loads((tmp_path / name / "pretraining" / "lln_diag_seed1.json").read_text()))
+
+    assert contents[0]["thread_seconds"][-1] > max(before.values())
+    for content in contents:
+        assert len(content["thread_seconds"]) == len(content["bits"]) == pretraining.VALIDATIONS
+        for key in TIMES:
+            content.pop(key, None)
+    assert contents[0] == contents[1]
+
+
+def write_result(results, unit, **content):
+    path = unit.result(results)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"kind": unit.kind, "task": unit.task, "attention": unit.attention} | content))
+
+
+def test_report_has_means_ranges_and_the_control(tmp_path):
+    scores = {"softmax": {"all": 0.8}, "swapped": {"all": 0.6}}
+    for seed, accuracy in ((1, 0.7), (2, 0.72)):
+        unit = Unit("conversion", "qnli", "lln_diag", seed)
+        milliseconds = {"48": {"softmax": 2.0, "lln_diag": 3.0}}
+        stages = {**scores, "linearized": {"all": accuracy}}
+        write_result(tmp_path, unit, seed=seed, scores=stages, relative_error=0.2, milliseconds=milliseconds)
+    unit = Unit("conversion", "qnli", "joint_offset_global", 1)
+    stages = {**scores, "linearized": {"all": 0.79}, "Diag only": {"all": 0.785}}
+    write_result(tmp_path, unit, seed=1, scores=stages, relative_error=0.1)
+    write_result(tmp_path, Unit("conversion", "qnli", "reformer", 1), seed=1, scores=stages, relative_error=0.0)
+    unit = Unit("conversion", "qnli", "tnn", 1)
+    write_result(tmp_path, unit, seed=1, scores={"softmax": {"all": 0.8}}, refused="tnn replaces the layer")
+    for attention, bits in (("softmax", [9.0, 6.17]), ("tnn", [8.0, 6.0])):
+        probe = {"entropy": {"updates": [0, 10], "layer_00": [5.0, 4.0]}} if attention == "softmax" else {}
+        write_result(
+            tmp_path,
+            Unit("pretraining", "", attention, 1),
+            seed=1,
+            updates=[500, 1000],
+            tokens_per_update=4096,
+            bits=bits,
+            thread_seconds=[60, 120],
+            precision="float32",
+            probe=probe,
+        )
+
+    write_report(tmp_path)
+
+    lines = (tmp_path / "table1.md").read_text().splitlines()
+    assert "| lln_diag | 60.0 → 71.0 (70.0–72.0) |" in lines
+    assert "| blocks and global first segment | 78.5 |" in lines
+    assert "| reformer | 60.0 → 79.0 = |" in lines
+    assert "- tnn: tnn replaces the layer" in lines
+    assert "| lln_diag | 1.50 (1.50–1.50) |" in lines
+    assert "| softmax | 9.00 | 6.17 | 2 | float32 |" in lines
+    assert (tmp_path / "conversion.png").stat().st_size > 5000
+    assert (tmp_path / "pretraining.png").stat().st_size > 5000
+
+
+def test_report_without_results_says_what_to_run(tmp_path):
+    with pytest.raises(InputError, match=r"has no results: run `python -m scripts\.research\.table1 all "):
+        write_report(tmp_path)
