@@ -58,7 +58,7 @@ class Programs:
         output: Path | None,
         on_line: Callable[[str, float], None] | None = None,
     ) -> None:
-        """Run `python -m ARGUMENTS`, unless its output exists. Its messages are appended to logs/STEP.log.
+        """Run `python -m ARGUMENTS`, unless its output exists. Its messages are appended to a file in logs/.
 
         Args:
             step: the name of the step, unique in the unit.
@@ -75,7 +75,7 @@ class Programs:
             self.commands[step] = self.commands[step].replace(str(path), name)
         if output is not None and output.exists():
             return
-        log = self.directory / "logs" / f"{step}.log"
+        log = self.directory / "logs" / f"{step.replace(' ', '_')}.log"
         print(f"{step}: {log}", flush=True)
         environment = {**child_environment(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         before = self.thread_seconds.get(step, 0.0)
@@ -140,9 +140,11 @@ def processor() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that decide the results."""
+    """Return the versions of Python and of the packages that decide the results, and this project's commit."""
     packages = {name: version(name) for name in ("torch", "ve-fairseq", "numpy", "lln-fairseq")}
-    return {"python": platform.python_version(), **packages}
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return {"python": platform.python_version(), **packages, "commit": commit}
 
 
 def write_result(path: Path, content: dict[str, Any]) -> None:
