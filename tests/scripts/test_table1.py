@@ -22,10 +22,14 @@ from tests.conversion.sources import make_model
 from tests.fairseq_runs import hydra_train
 from tests.text_runs import random_sentence, write_raw_tasks
 
+# Runs the command line with tiny models and tasks.
 TINY_UNIT = """
-from scripts.research import pretraining, table1
+from scripts.research import conversion, pretraining, table1, units
 pretraining.MODEL = "nano"
-pretraining.VOCABULARY = 120
+pretraining.VOCABULARY = 300
+conversion.STAGES["linearized"] = 120
+conversion.REPEATS = 1
+units.TASKS["sst2"] = units.Task("SST-2", train=32, held_out=16, epochs=1)
 raise SystemExit(table1.main())
 """
 TIMES = ("thread_seconds", "milliseconds")
@@ -166,9 +170,23 @@ def test_refused_attention_says_why(tmp_path, monkeypatch):
     assert content["refused"] == "tnn replaces the whole encoder layer, and cannot replace a teacher's attention"
 
 
-def start_tiny_unit(folder, text):
-    command = [sys.executable, "-c", TINY_UNIT, "pretraining", "lln_diag", "--updates", "20", "--text", str(text)]
-    return subprocess.Popen([*command, "--work", str(folder), "--results", str(folder)])
+def start_tiny_unit(*arguments):
+    return subprocess.Popen([sys.executable, "-c", TINY_UNIT, *map(str, arguments)])
+
+
+def kill_when_written(process, file):
+    """Kill a process once a file exists."""
+    deadline = time.monotonic() + 300
+    while not file.exists() and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def without_times(result):
+    content = json.loads(result.read_text())
+    return {key: value for key, value in content.items() if key not in TIMES}
 
 
 @pytest.mark.exhaustive
@@ -179,27 +197,43 @@ def test_killed_pretraining_unit_resumes_to_the_same_result(tmp_path):
     for split, lines in (("train", 2000), ("valid", 100), ("test", 10)):
         sentences = "\n".join(random_sentence(generator) for _ in range(lines))
         (text / f"wiki.{split}.raw").write_text(f"{sentences}\n")
+    unit = ("pretraining", "lln_diag", "--updates", 20, "--text", text)
+    killed = tmp_path / "killed"
+    whole = tmp_path / "whole"
+    times = killed / "pretraining" / "lln_diag_seed1" / "validation_seconds.json"
 
-    killed = start_tiny_unit(tmp_path / "killed", text)
-    times = tmp_path / "killed" / "pretraining" / "lln_diag_seed1" / "validation_seconds.json"
-    deadline = time.monotonic() + 120
-    while not times.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os.kill(killed.pid, signal.SIGKILL)
-    killed.wait()
-    assert not (tmp_path / "killed" / "pretraining" / "lln_diag_seed1.json").exists()
-    before = json.loads(times.read_text())
-    contents = []
-    for name in ("killed", "whole"):
-        assert start_tiny_unit(tmp_path / name, text).wait() == 0
-        contents.append(json.loads((tmp_path / name / "pretraining" / "lln_diag_seed1.json").read_text()))
+    kill_when_written(start_tiny_unit(*unit, "--work", killed, "--results", killed), times)
+    before = max(json.loads(times.read_text()).values())
+    for folder in (killed, whole):
+        assert start_tiny_unit(*unit, "--work", folder, "--results", folder).wait() == 0
 
-    assert contents[0]["thread_seconds"][-1] > max(before.values())
-    for content in contents:
-        assert len(content["thread_seconds"]) == len(content["bits"]) == pretraining.VALIDATIONS
-        for key in TIMES:
-            content.pop(key, None)
-    assert contents[0] == contents[1]
+    results = [folder / "pretraining" / "lln_diag_seed1.json" for folder in (killed, whole)]
+    assert without_times(results[0]) == without_times(results[1])
+    content = json.loads(results[0].read_text())
+    assert len(content["thread_seconds"]) == len(content["bits"]) == pretraining.VALIDATIONS
+    assert content["thread_seconds"][-1] > before
+
+
+@pytest.mark.exhaustive
+def test_killed_conversion_unit_resumes_to_the_same_result(tmp_path):
+    make_model("bert", tmp_path / "minilm")
+    glue = write_raw_tasks(tmp_path / "glue")
+    unit = ("conversion", "sst2", "lln_diag", "--work", tmp_path, "--glue", glue)
+    directory = tmp_path / "conversion" / "sst2_lln_diag_seed1"
+
+    kill_when_written(
+        start_tiny_unit(*unit, "--results", tmp_path / "killed"), directory / "linearized" / "linearize.pt"
+    )
+    assert not (directory / "linearized" / "model.pt").exists()
+    before = json.loads((directory / "thread_seconds.json").read_text())
+    for name in ("killed", "whole"):  # the second one begins again, with the same teacher
+        assert start_tiny_unit(*unit, "--results", tmp_path / name).wait() == 0
+
+    results = [tmp_path / name / "conversion" / "sst2_lln_diag_seed1.json" for name in ("killed", "whole")]
+    assert without_times(results[0]) == without_times(results[1])
+    after = json.loads(results[0].read_text())["thread_seconds"]
+    assert after["linearized"] > before["linearized"] > 0
+    assert after["train sst2"] == before["train sst2"]
 
 
 def write_result(results, unit, **content):
