@@ -78,11 +78,12 @@ def accuracies(results: Sequence[dict[str, Any]], stage: str) -> list[float]:
 def conversion_table(results: list[dict[str, Any]]) -> str:
     """Return the table of accuracies: without training, and linearized, for each task."""
     tasks = [task for task in REPORTED_TASKS if select(results, task=task)]
-    rows = [["accuracy [%]: swapped in → linearized", *tasks]]
+    titles = ["accuracy [%]: swapped in → linearized"]
     softmax = [SOFTMAX]
     for task in tasks:
+        titles.append(f"{task}, {select(results, task=task)[0]['mean_tokens']} tokens")
         softmax.append(mean_and_range(accuracies(one_per_seed(select(results, task=task)), SOFTMAX)))
-    rows.append(softmax)
+    rows = [titles, softmax]
     notes = []
     for attention in CONVERTED:
         cells = [conversion_cell(select(results, task=task, attention=attention)) for task in tasks]
@@ -91,7 +92,7 @@ def conversion_table(results: list[dict[str, Any]]) -> str:
         for result in select(results, attention=attention):
             if "refused" in result:
                 notes.append(f"- {attention}: {result['refused']}")
-        if attention == "joint_offset_global":
+        if attention == "joint_offset_global" and any(cells):
             parts = [select(results, task=task, attention=attention) for task in tasks]
             rows.append([CONTROL, *(mean_and_range(accuracies(part, "Diag only")) for part in parts)])
     notes.append("- =: the outputs are those of softmax (relative error 0) at the length of this task")
@@ -108,7 +109,8 @@ def conversion_cell(results: Sequence[dict[str, Any]]) -> str:
     """Return "swapped → linearized" for the seeds of one attention and task, or "" if there is no score."""
     if not accuracies(results, "linearized"):
         return ""
-    cell = f"{mean_and_range(accuracies(results, 'swapped')[:1])} → {mean_and_range(accuracies(results, 'linearized'))}"
+    swapped = statistics.fmean(accuracies(results, "swapped"))
+    cell = f"{swapped:.1f} → {mean_and_range(accuracies(results, 'linearized'))}"
     if all(result["relative_error"] < SAME_AS_SOFTMAX for result in results):
         cell += " ="
     return cell
@@ -147,7 +149,7 @@ def pretraining_table(results: list[dict[str, Any]]) -> str:
 
 
 def draw_conversions(results: list[dict[str, Any]], path: Path) -> None:
-    """Draw the accuracy of every attention without training (ring) and linearized (dot); the line is softmax."""
+    """Draw the accuracies of every attention and task, one mark for each seed."""
     tasks = [task for task in REPORTED_TASKS if select(results, task=task)]
     names = [name for name in reversed(CONVERTED) if accuracies(select(results, attention=name), "linearized")]
     size = (3 * len(tasks) + 1.5, 0.28 * len(names) + 1.4)
@@ -161,10 +163,13 @@ def draw_conversions(results: list[dict[str, Any]], path: Path) -> None:
             linearized = accuracies(chosen, "linearized")
             axes.plot(swapped, [height] * len(swapped), "o", color="C0", fillstyle="none")
             axes.plot(linearized, [height] * len(linearized), "o", color="C0")
+            without_lln = accuracies(chosen, "Diag only")
+            axes.plot(without_lln, [height] * len(without_lln), "x", color="C1")
         axes.set_title(task)
         axes.set_xlabel("accuracy [%]")
         axes.grid(alpha=0.3)
         axes.set_yticks(range(len(names)), names)
+    figure.suptitle("rings: swapped in, dots: linearized, crosses: linearized, without LLN, line: softmax", fontsize=10)
     save(figure, path)
 
 

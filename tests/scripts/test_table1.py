@@ -239,7 +239,9 @@ def test_killed_conversion_unit_resumes_to_the_same_result(tmp_path):
 def write_result(results, unit, **content):
     path = unit.result(results)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"kind": unit.kind, "task": unit.task, "attention": unit.attention} | content))
+    path.write_text(
+        json.dumps({"kind": unit.kind, "task": unit.task, "attention": unit.attention, "mean_tokens": 48} | content)
+    )
 
 
 def test_report_has_means_ranges_and_the_control(tmp_path):
@@ -272,6 +274,7 @@ def test_report_has_means_ranges_and_the_control(tmp_path):
     write_report(tmp_path)
 
     lines = (tmp_path / "table1.md").read_text().splitlines()
+    assert "| accuracy [%]: swapped in → linearized | qnli, 48 tokens |" in lines
     assert "| lln_diag | 60.0 → 71.0 (70.0–72.0) |" in lines
     assert "| blocks and global first segment | 78.5 |" in lines
     assert "| reformer | 60.0 → 79.0 = |" in lines
