@@ -121,10 +121,13 @@ class ValidationTimes:
         self.before = max(self.seconds.values(), default=0.0)
 
     def read_line(self, line: str, seconds: float) -> None:
-        """Record the time if a line of the log reports a validation; `seconds` is the thread time of this process."""
-        updates = re.search(r'"valid_num_updates": "(\d+)"', line)
+        """Record the time if a line of the log reports a validation; `seconds` is the thread time of this process.
+
+        A run that was killed just after a validation was not asked for its time. It is recorded when the run goes on.
+        """
+        updates = re.search(r'"valid_num_updates": "(\d+)"|Loaded checkpoint .* @ (\d+) updates', line)
         if updates:
-            self.seconds[updates[1]] = round(self.before + seconds, 1)
+            self.seconds.setdefault(updates[1] or updates[2], round(self.before + seconds, 1))
             write_bytes(self.file, json.dumps(self.seconds).encode())
 
 

@@ -24,9 +24,10 @@ TRAIN = ("lln_fairseq", "train")
 class ProgramFailed(UserError):
     """A program ended with an error. `reason` is its last line, without "error: "."""
 
-    def __init__(self, reason: str, log: Path) -> None:
-        super().__init__(f"{reason} (see {log})")
-        self.reason = reason
+    def __init__(self, step: str, code: int, log: Path) -> None:
+        printed = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
+        self.reason = "".join(printed[-1:]).removeprefix("error: ")
+        super().__init__(f"{step} ended with exit code {code}: {self.reason} (see {log})")
 
 
 class Programs:
@@ -98,8 +99,7 @@ class Programs:
                     process.terminate()
                     process.wait()
         if process.returncode:
-            printed = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
-            raise ProgramFailed(printed[-1].removeprefix("error: "), log)
+            raise ProgramFailed(step, process.returncode, log)
 
     def _save_time(self, step: str, seconds: float) -> None:
         times = {**self.thread_seconds, step: round(seconds, 1)}

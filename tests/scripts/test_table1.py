@@ -57,7 +57,7 @@ def test_missing_text_is_one_line_with_the_log(tmp_path, capsys):
     assert table1.main(["pretraining", "elu", "--work", str(tmp_path), "--text", str(text)]) == 1
 
     error = capsys.readouterr().err
-    assert error.startswith(f"error: cannot read {text}")
+    assert error.startswith(f"error: data ended with exit code 1: cannot read {text}")
     assert error.count("\n") == 1
     assert Path(error.split("(see ")[1].strip(" )\n")).exists()
 
@@ -105,6 +105,19 @@ def test_times_of_pieces_add_up_and_finished_programs_do_not_run_again(tmp_path,
 
     assert out.read_text() == "kept"
     assert programs.commands == {"format": "json.tool WORK/in.json WORK/out.json"}
+
+
+def test_time_of_a_validation_survives_a_kill(tmp_path):
+    file = tmp_path / "validation_seconds.json"
+    validation = '[valid][INFO] - {{"valid_loss": "8.2", "valid_num_updates": "{}"}}'
+
+    pretraining.ValidationTimes(file).read_line(validation.format(500), 50.0)
+    resumed = pretraining.ValidationTimes(file)  # killed after the validation of update 1,000, which was not read
+    resumed.read_line("Loaded checkpoint runs/x/checkpoint_last.pt (epoch 1 @ 1000 updates)", 8.0)
+    resumed.read_line(validation.format(1500), 60.0)
+
+    assert resumed.seconds == {"500": 50.0, "1000": 58.0, "1500": 110.0}
+    assert json.loads(file.read_text()) == resumed.seconds
 
 
 @pytest.fixture
