@@ -13,6 +13,7 @@ from lln_fairseq.checkpoints.compatibility import option_value
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION, config_yaml, plain_options, softmax_layers
 from lln_fairseq.data.files import write_bytes
 from lln_fairseq.models.options import attention_options
+from lln_fairseq.modules.linear_choice import bfloat16_speed
 from lln_fairseq.training.padding_report import row_lengths
 from lln_fairseq.training.schedule import total_updates
 from lln_fairseq.training.worker import is_first_worker
@@ -137,6 +138,7 @@ def _batch(trainer: Trainer, batches: int) -> str:
 
 
 def _precision(trainer: Trainer) -> str:
+    """Describe the precision and the device, and log a warning if bf16 is slower than fp32 on this CPU."""
     common = trainer.cfg.common
     kind = "fp32"
     for name in ("fp16", "bf16", "amp"):
@@ -144,10 +146,16 @@ def _precision(trainer: Trainer) -> str:
             kind = name
     if common.memory_efficient_fp16 or common.memory_efficient_bf16:
         kind = f"memory-efficient {kind}"
-    device = "CPU"
     if trainer.device.type == "cuda":
-        device = torch.cuda.get_device_name(trainer.device)
-    return f"{kind} on {device}"
+        return f"{kind} on {torch.cuda.get_device_name(trainer.device)}"
+    if not common.bf16:
+        return f"{kind} on CPU"
+    speed = bfloat16_speed()
+    if speed < 1:
+        logger.warning(
+            "this CPU multiplies bf16 more slowly than fp32 (%.2f times as fast): train without bf16 here", speed
+        )
+    return f"{kind} on CPU, whose products are {speed:.1f} times as fast as in fp32"
 
 
 def _directory(cfg: Any) -> str:

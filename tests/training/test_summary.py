@@ -8,6 +8,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from lln_fairseq.fairseq_compat.log_filters import DETAILS
+from lln_fairseq.training import summary
 from tests.fairseq_runs import LLN, MASKED_LM, train
 from tests.training.conftest import RUN_OPTIONS
 
@@ -18,20 +19,30 @@ def test_log_begins_with_summary(run_copy, tmp_path, monkeypatch, caplog):
         train(monkeypatch, tmp_path / "log", run_copy.corpus, run_copy.save_dir, *RUN_OPTIONS, *changes)
 
     lines = [record.getMessage() for record in caplog.records if record.funcName == "log_summary"]
-    summary = dict(re.split(r" +", line, maxsplit=1) for line in lines if not line.startswith("saves to"))
-    assert re.fullmatch(rf"{run_copy.corpus}: \d+ rows in train, \d+ rows in valid", summary["data"])
-    assert summary["model"] == "lln_roberta_tiny: layers 2, width 32, heads 2"
-    assert re.match("lln_diag constants=calibrated .* block_size=16 mix=average", summary["attention"])
-    assert re.fullmatch(r"\d\d,\d{3}", summary["parameters"])
-    assert re.fullmatch(r"3 \(\d\.?\d* epochs\), learning rate 0.001, fixed", summary["updates"])
-    assert summary["batch"].startswith("at most 8 rows x 1 (update_freq) x 1 (workers); on average 7 rows, ")
-    assert summary["precision"] == "fp32 on CPU"
-    assert summary["watch"] == f"tensorboard --logdir {tmp_path}/tb"
-    assert summary["resumes"] == "after update 2"
+    logged = dict(re.split(r" +", line, maxsplit=1) for line in lines if not line.startswith("saves to"))
+    assert re.fullmatch(rf"{run_copy.corpus}: \d+ rows in train, \d+ rows in valid", logged["data"])
+    assert logged["model"] == "lln_roberta_tiny: layers 2, width 32, heads 2"
+    assert re.match("lln_diag constants=calibrated .* block_size=16 mix=average", logged["attention"])
+    assert re.fullmatch(r"\d\d,\d{3}", logged["parameters"])
+    assert re.fullmatch(r"3 \(\d\.?\d* epochs\), learning rate 0.001, fixed", logged["updates"])
+    assert logged["batch"].startswith("at most 8 rows x 1 (update_freq) x 1 (workers); on average 7 rows, ")
+    assert logged["precision"] == "fp32 on CPU"
+    assert logged["watch"] == f"tensorboard --logdir {tmp_path}/tb"
+    assert logged["resumes"] == "after update 2"
     assert f"saves to   {run_copy.save_dir} (config.yaml has all settings)" in lines
     assert yaml.safe_load((run_copy.save_dir / "config.yaml").read_text())["model"]["encoder_embed_dim"] == 32
     assert max(len(record.getMessage()) for record in caplog.records) < 1000
     assert not {record.name for record in caplog.records} & {name for name, words in DETAILS.items() if not words}
+
+
+@pytest.mark.parametrize("speed", [0.2, 1.9])
+def test_summary_says_whether_bf16_is_faster(speed, corpus, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(summary, "bfloat16_speed", lambda: speed)
+    options = (*MASKED_LM, *LLN, "--bf16", "--no-save", "--max-update", 1)
+    with caplog.at_level(logging.INFO):
+        train(monkeypatch, tmp_path / "log", corpus, tmp_path / "run", *options)
+    assert f"precision  bf16 on CPU, whose products are {speed} times as fast as in fp32\n" in caplog.text
+    assert ("multiplies bf16 more slowly than fp32 (0.20 times as fast)" in caplog.text) == (speed < 1)
 
 
 def test_run_that_saves_nothing_writes_no_configuration(corpus, tmp_path, monkeypatch, caplog):
