@@ -63,7 +63,7 @@ class PackedWeights:
             self._versions = [parameter._version for parameter in parameters]
             weights: list[Tensor] = [layer.weight for layer in self.layers]
             biases: list[Tensor] = [_bias(layer) for layer in self.layers]
-            self._packed = self.way(torch.cat(weights), torch.cat(biases))
+            self._packed = self.way(_join(weights), _join(biases))
         return self._packed(x, gelu)
 
     def forget(self) -> None:
@@ -121,6 +121,13 @@ class PackedLinear(nn.Linear):
 def has_hooks(module: nn.Module) -> bool:
     """Return True if a call of the module would run forward hooks."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _join(tensors: list[Tensor]) -> Tensor:
+    """Concatenate tensors along their first dimension; a single one is not copied."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat(tensors)
 
 
 def _bias(layer: nn.Linear) -> Tensor:
