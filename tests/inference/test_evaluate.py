@@ -69,6 +69,17 @@ def test_every_row_is_scored_and_predicted(tuned, tmp_path, capsys):
     assert correct / 61 == pytest.approx(scores["accuracy"])
 
 
+def test_evaluation_has_the_requested_precision(tuned, tmp_path, capsys, monkeypatch):
+    data, checkpoint, _ = tuned
+    monkeypatch.setenv("LLN_LINEAR", "torch,int_mm")
+    losses = {}
+    for precision in ("float32", "int8"):
+        file = tmp_path / f"{precision}.json"
+        assert evaluate(capsys, checkpoint, data, "--json", file, "--precision", precision)[0] == 0
+        losses[precision] = json.loads(file.read_text())["loss"]
+    assert losses["float32"] != losses["int8"] == pytest.approx(losses["float32"], rel=0.05)
+
+
 def test_several_splits_give_results_of_each_split(tuned, tmp_path, capsys):
     data, checkpoint, _ = tuned
     expected_output = ""
