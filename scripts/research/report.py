@@ -95,9 +95,11 @@ def conversion_table(results: list[dict[str, Any]]) -> str:
         if attention == "joint_offset_global" and any(cells):
             parts = [select(results, task=task, attention=attention) for task in tasks]
             rows.append([CONTROL, *(mean_and_range(accuracies(part, "Diag only")) for part in parts)])
-    notes.append("- =: the outputs are those of softmax (relative error 0) at the length of this task")
-    notes.append(f"- {CONTROL}: joint_offset_global without LLN; nothing of it can be trained")
-    return "\n\n".join([markdown(rows), "\n".join(notes)])
+    if any(cell.endswith("=") for row in rows for cell in row):
+        notes.append("- =: the outputs are those of softmax (relative error 0) at the length of this task")
+    if any(row[0] == CONTROL for row in rows):
+        notes.append(f"- {CONTROL}: joint_offset_global without LLN; nothing of it can be trained")
+    return "\n\n".join([markdown(rows), "\n".join(notes)]).strip()
 
 
 def one_per_seed(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -152,7 +154,7 @@ def draw_conversions(results: list[dict[str, Any]], path: Path) -> None:
     """Draw the accuracies of every attention and task, one mark for each seed."""
     tasks = [task for task in REPORTED_TASKS if select(results, task=task)]
     names = [name for name in reversed(CONVERTED) if accuracies(select(results, attention=name), "linearized")]
-    size = (3 * len(tasks) + 1.5, 0.28 * len(names) + 1.4)
+    size = (3 * len(tasks) + 1.5, 0.28 * len(names) + 1.8)
     figure, panels = plt.subplots(1, len(tasks), figsize=size, sharey=True, squeeze=False)
     for task, axes in zip(tasks, panels[0], strict=True):
         of_task = select(results, task=task)
@@ -169,7 +171,9 @@ def draw_conversions(results: list[dict[str, Any]], path: Path) -> None:
         axes.set_xlabel("accuracy [%]")
         axes.grid(alpha=0.3)
         axes.set_yticks(range(len(names)), names)
-    figure.suptitle("rings: swapped in, dots: linearized, crosses: linearized, without LLN, line: softmax", fontsize=10)
+        axes.set_ylim(-0.5, len(names) - 0.5)
+    marks = "rings: swapped in, dots: linearized,\ncrosses: linearized, without LLN, line: softmax"
+    figure.suptitle(marks, fontsize=9)
     save(figure, path)
 
 
