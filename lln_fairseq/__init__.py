@@ -7,7 +7,7 @@ tasks and criterions and patches fairseq. A program that imports this package be
 
 from typing import Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 
 def register() -> None:
