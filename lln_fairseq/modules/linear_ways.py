@@ -130,10 +130,10 @@ class QLinearWay(Int8Way):
     dtype = torch.uint8
 
     def pack(self, numbers: Tensor) -> Tensor:
+        self.zero_points = torch.zeros(len(numbers), dtype=torch.int32)
         return torch.ops.onednn.qlinear_prepack(numbers, None)
 
     def multiply(self, numbers: Tensor) -> Tensor:
-        zero_points = torch.zeros_like(self.weight_scales, dtype=torch.int32)
         settings: tuple = (
             1.0,
             0,
@@ -143,7 +143,7 @@ class QLinearWay(Int8Way):
             "",
         )  # scale, zero point and type of the result, no activation
         return torch.ops.onednn.qlinear_pointwise(
-            numbers, 1.0, 0, self.weight, self.weight_scales, zero_points, None, *settings
+            numbers, 1.0, 0, self.weight, self.weight_scales, self.zero_points, None, *settings
         )
 
 

@@ -17,6 +17,7 @@ turn, repeat by repeat, so that a noisy machine slows all of them alike, and tim
 import argparse
 import functools
 import importlib.util
+import logging
 import random
 import statistics
 import sys
@@ -178,11 +179,17 @@ def onnx_logits(path: Path, threads: int) -> Logits:
     return logits
 
 
-def build_logits(preset: str, directory: Path, data: Path, max_positions: int, threads: int) -> dict[str, Logits]:
-    """Write the checkpoints and the exported models to the directory, and return the models to time, by name."""
+def build_logits(
+    preset: str, directory: Path, data: Path, max_positions: int, threads: int, without: list[str]
+) -> dict[str, Logits]:
+    """Write the checkpoints and the exported models to the directory, and return the models to time, by name.
+
+    The models of onnxruntime are not written if `without` names all of them.
+    """
     from lln_fairseq.conversion.export import export
 
-    with_onnx = all(importlib.util.find_spec(name) for name in ("onnxruntime", "onnxscript"))
+    has_onnx = all(importlib.util.find_spec(name) for name in ("onnxruntime", "onnxscript"))
+    with_onnx = has_onnx and not set(ONNX_MODELS) <= set(without)
     models: dict[str, Logits] = {}
     for attention in (SOFTMAX, LINEAR):
         checkpoint = directory / f"{preset}_{attention}.pt"
@@ -313,6 +320,7 @@ def main(argv: list[str] | None = None) -> int:
 def benchmark(args: argparse.Namespace) -> None:
     """Measure all presets in a temporary directory and print the tables."""
     lln_fairseq.register()  # before fairseq is imported: it configures the root logger
+    logging.disable(logging.INFO)  # warnings say which precisions are not used
     disable_malloc_trim()
     torch.set_num_threads(args.threads)
     device = device_name("cuda" if torch.cuda.is_available() else "cpu")
@@ -323,7 +331,7 @@ def benchmark(args: argparse.Namespace) -> None:
         data.mkdir()
         write_data(data)
         for preset in args.presets:
-            models = build_logits(preset, directory, data, max_positions, args.threads)
+            models = build_logits(preset, directory, data, max_positions, args.threads, args.without)
             models = {name: model for name, model in models.items() if name not in args.without}
             torch.set_num_threads(args.threads)
             print(f"{preset}, {device}, {cpu_instructions()}, torch {torch.__version__}")

@@ -52,18 +52,29 @@ def test_fastest_way_of_the_precision_is_used(stub_times):
 
 
 @pytest.mark.parametrize(
-    "int8_times",
-    [[0.5e-3, 9e-3], [1.1e-3, 2e-3], [math.inf, math.inf]],
+    ("int8_times", "warning"),
+    [
+        (
+            [0.5e-3, 9e-3],
+            "int8 is not faster (linear layers: 1.5 against 3.0 ms for 16 tokens, 27.0 against 24.0 ms for 128 tokens) "
+            "on this processor: the model computes in float32",
+        ),
+        (
+            [1.1e-3, 2e-3],
+            "int8 is not faster (linear layers: 3.3 against 3.0 ms for 16 tokens, 6.0 against 24.0 ms for 128 tokens) "
+            "on this processor: the model computes in float32",
+        ),
+        ([math.inf, math.inf], "int8 is slow or does not work on this processor: the model computes in float32"),
+    ],
     ids=["slower for long texts", "slower for short texts", "does not work"],
 )
-def test_slow_precision_is_refused_with_one_warning(stub_times, caplog, int8_times):
+def test_slow_precision_is_refused_with_one_warning(stub_times, caplog, int8_times, warning):
     stub_times(int_mm=int8_times, qlinear=int8_times)
     model = nn.Sequential(nn.Linear(48, 64), nn.Linear(64, 48), nn.Linear(48, 64)).eval()
     expected = model(torch.ones(5, 48))
     with caplog.at_level("WARNING"):
         assert pack_linear_layers(model, model, "int8") == "float32"
-    (message,) = caplog.messages
-    assert message.startswith("int8 is not faster than float32 on this processor")
+    assert caplog.messages == [warning]
     with torch.no_grad():
         torch.testing.assert_close(model(torch.ones(5, 48)), expected)
 
