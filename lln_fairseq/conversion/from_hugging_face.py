@@ -31,7 +31,7 @@ from lln_fairseq.conversion.parameter_names import (
     head_names,
 )
 from lln_fairseq.conversion.read_tokenizer import SourceVocabulary, read_vocabulary
-from lln_fairseq.conversion.sentence_pooling import check_prompts, read_lower_case, read_pooling
+from lln_fairseq.conversion.sentence_pooling import check_prompts, locate_model, read_lower_case, read_pooling
 from lln_fairseq.data.special_symbols import PAD
 from lln_fairseq.errors import InputError
 from lln_fairseq.models.adapt import EMBEDDING, POSITIONS
@@ -88,11 +88,13 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
     """Read the encoder in a Hugging Face directory, with its tokenizer and, if it has one, its language-model head.
 
     The rows of the embedding are put in the order of fairseq's ids. Heads for other tasks are left out, with a note.
+    `directory` can also be a model of sentence-transformers, see `locate_model`.
 
     Raises:
         InputError: if the architecture is not supported, a tensor is missing, unknown or of the wrong shape, or the
             tokenizer does not fit the embedding.
     """
+    root, directory = locate_model(directory)
     config_file = directory / CONFIG
     if not config_file.exists():
         raise InputError(
@@ -103,8 +105,8 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
     bert = config["model_type"] == BERT
     sizes = _read_sizes(config, config_file)
     options = _read_options(config, sizes, config_file)
-    pooling = read_pooling(directory, sizes.features)
-    prompt_notes = check_prompts(directory)
+    pooling = read_pooling(root, sizes.features)
+    prompt_notes = check_prompts(root)
     lower_case = read_lower_case(directory)
 
     tensors = _with_current_names(read_tensors(directory))

@@ -37,6 +37,40 @@ MODE_FLAGS = {
 ADVICE = f"remove {MODULES} and {POOLING_FOLDER} to convert the encoder with mean pooling"
 
 
+def locate_model(directory: Path) -> tuple[Path, Path]:
+    """Return the root of a sentence-transformers model and the directory of its encoder, which `directory` may both be.
+
+    Old versions wrote the encoder to a folder of its own, 0_Transformer, and pooling and prompts next to it. Elsewhere,
+    root and encoder are the same directory.
+    """
+    folder = _encoder_folder(directory)
+    if folder is not None:
+        return directory, directory / folder
+    parent = directory.resolve().parent
+    if _encoder_folder(parent) == directory.resolve().name:
+        return parent, directory
+    return directory, directory
+
+
+def _encoder_folder(root: Path) -> str | None:
+    """Return the folder in which modules.json has the encoder; None if there is no such file, or it names no folder."""
+    path = root / MODULES
+    if not path.exists():
+        return None
+    modules = parse_json(path)
+    if not isinstance(modules, list) or not modules or not _is_module(modules[0]):
+        return None
+    folder = modules[0]["path"]
+    if not _is_folder_name(folder):
+        return None
+    return folder
+
+
+def _is_folder_name(path: str) -> bool:
+    """Return True for the name of a folder in the same directory, and for the directory itself."""
+    return path in ("", ".", Path(path).name) and path != ".."
+
+
 def read_pooling(directory: Path, features: int) -> Pooling | None:
     """Read the pooling of a sentence-transformers directory.
 
@@ -64,10 +98,13 @@ def read_pooling(directory: Path, features: int) -> Pooling | None:
         raise InputError(
             f"{path}: the modules must be Transformer, Pooling and perhaps Normalize, got {steps}; {ADVICE}"
         )
+    model_folder = modules[0]["path"]
     folder = modules[1]["path"]
-    if modules[0]["path"] not in ("", ".") or folder != Path(folder).name:
-        paths = f"{modules[0]['path']!r} and {folder!r}"
-        raise InputError(f"{path}: the model must be in '' and its pooling in a folder next to it, got {paths}")
+    if not _is_folder_name(model_folder) or folder != Path(folder).name:
+        paths = f"{model_folder!r} and {folder!r}"
+        raise InputError(
+            f"{path}: the model must be in '' or in a folder, and its pooling in a folder next to it, got {paths}"
+        )
     mode = _read_mode(directory / folder / "config.json", features)
     return Pooling(mode, normalize="Normalize" in types)
 

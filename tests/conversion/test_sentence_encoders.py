@@ -169,6 +169,26 @@ def test_named_prompts_are_left_out_with_a_note(default, headless, tmp_path):
     assert "left out: the prompts query ('query: '); put them before your texts yourself" in notes
 
 
+@pytest.mark.parametrize("named", ["", "0_Transformer"])
+def test_encoder_in_a_folder_of_its_own_keeps_pooling_and_prompts(named, headless, tmp_path):
+    """Old versions of sentence-transformers wrote 0_Transformer, with pooling and prompts next to it."""
+    source = tmp_path / "in"
+    source.mkdir()
+    headless(source / "0_Transformer")
+    write_pooling(source, Pooling("cls"))
+    (source / "sentence_bert_config.json").rename(source / "0_Transformer" / "sentence_bert_config.json")
+    steps = modules("Transformer", "Pooling")
+    steps[0]["path"] = "0_Transformer"
+    (source / "modules.json").write_text(json.dumps(steps))
+
+    convert(source / named, tmp_path / "out", "softmax")
+
+    assert checkpoint_pooling(tmp_path / "out") == Pooling("cls")
+    write_prompts(source, default="query")
+    with pytest.raises(InputError, match="the default prompt query"):
+        convert(source / named, tmp_path / "other", "softmax")
+
+
 def test_configuration_with_the_name_of_the_mode_is_read(tmp_path):
     """sentence-transformers 6 writes the name of the mode in place of flags, and other paths of its classes."""
     write_pooling(tmp_path, Pooling("mean"))
