@@ -110,7 +110,7 @@ def _load_checkpoint(original: Callable, cfg: Any, trainer: Trainer, **kwargs: A
         trainer.task.check_validation_splits(dataset.valid_subset.split(","))
     wandb.check_wandb(trainer.cfg)
     run_state = load_run_checkpoint(cfg)
-    check_same_run(trainer.cfg, run_state)
+    check_same_run(trainer.cfg, run_state, getattr(trainer.task, "labels", []))
     saves = trainer.is_data_parallel_master and not cfg.no_save
     if saves and isinstance(trainer.task, HookedTask):
         trainer.task.run_origin = run_origin(trainer.cfg, run_state)

@@ -7,7 +7,7 @@ that the run started from.
 import argparse
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,8 @@ def load_run_checkpoint(cfg: DictConfig) -> dict[str, Any] | None:
     return load_checkpoint_lazily(str(path))
 
 
-def check_same_run(cfg: DictConfig, state: Mapping[str, Any] | None) -> None:
-    """Raise InputError if a run would be resumed with other settings, other data or another initial model.
+def check_same_run(cfg: DictConfig, state: Mapping[str, Any] | None, labels: Sequence[str]) -> None:
+    """Raise InputError if a run would be resumed with other settings, data or labels, or another initial model.
 
     Nothing is checked for a new run (`state` is None) or if the optimizer, the learning rate schedule or the data
     loader is reset. A hash that the checkpoint lacks is not checked. With --reset-meters, the metric that chooses the
@@ -98,6 +98,7 @@ def check_same_run(cfg: DictConfig, state: Mapping[str, Any] | None) -> None:
     Args:
         cfg: the whole configuration of the run
         state: the result of `load_run_checkpoint`
+        labels: the names of the task's classes in the order of their numbers; empty if it has none
     """
     options = cfg.checkpoint
     if state is None or options.reset_optimizer or options.reset_lr_scheduler or options.reset_dataloader:
@@ -109,6 +110,9 @@ def check_same_run(cfg: DictConfig, state: Mapping[str, Any] | None) -> None:
         changes = [change for change in changes if not change.startswith("checkpoint.")]
     if origin.get("content") and origin["content"] != _hash_training_data(cfg):
         changes.append("other training data")
+    saved_labels = origin.get("labels")
+    if saved_labels and saved_labels != labels:  # the binarized data have only the numbers of the classes
+        changes.append(f"the labels {saved_labels} in the checkpoint, now {labels}")
     if "start" in origin and _has_other_start(options, origin["start"], saved):
         changes.append("another initial model (checkpoint.finetune_from_model)")
     if changes:

@@ -17,6 +17,7 @@ from tests.fairseq_runs import (
     binarize,
     hydra_train,
     make_classification,
+    make_dictionary,
     sentences,
     split_options,
     train,
@@ -184,6 +185,17 @@ def test_resume_rejects_exchanged_labels(tmp_path, monkeypatch):
     train(monkeypatch, tmp_path / "a.log", data, tmp_path / "run", *run_options, 1)
     with pytest.raises(InputError, match="holds another run: other training data"):
         train(monkeypatch, tmp_path / "b.log", exchanged, tmp_path / "run", *run_options, 2)
+
+
+def test_resume_rejects_labels_in_another_order(tmp_path, monkeypatch):
+    """label/dict.txt alone names the classes: in the binarized labels nothing changes."""
+    data = make_classification(tmp_path / "data", names=("no", "yes"))
+    run_options = (*CLASSIFICATION, *LLN, "--max-update")
+    train(monkeypatch, tmp_path / "a.log", data, tmp_path / "run", *run_options, 1)
+    make_dictionary(data / "label" / "dict.txt", ("yes", "no"))
+    message = r"holds another run: the labels \['no', 'yes'\] in the checkpoint, now \['yes', 'no'\]. Restore"
+    with pytest.raises(InputError, match=message):
+        train(monkeypatch, tmp_path / "b.log", data, tmp_path / "run", *run_options, 2)
 
 
 def test_hash_of_large_data_covers_size_ends_and_middle(tmp_path, monkeypatch):
