@@ -2,7 +2,7 @@
 
     scripts/compare_attentions.sh --attentions softmax,lln_diag,nystrom --seeds 1 2 --jobs 2
     scripts/compare_attentions.sh --attentions softmax,lln_diag corpus=wikitext103 glue=sst2,qnli model=base run=gpu1
-    scripts/compare_attentions.sh --attentions lln_diag,lln_diag:mix=joint,lln_diag:mix=joint,constants=entropy
+    scripts/compare_attentions.sh --attentions lln_diag,lln_diag:mix=joint_offset
 
 Hydra overrides apply to pre-training and fine-tuning. The prefix `pretrain:` or `finetune:` limits an override to one
 of them, as in pretrain:dataset.batch_size=32. corpus= names the pre-training data, and glue= names one or more tasks.
@@ -114,7 +114,7 @@ class Overrides:
 
 
 def attention_overrides(attention: str) -> list[str]:
-    """Return the Hydra overrides for an attention spec such as "lln_diag:mix=joint"."""
+    """Return the Hydra overrides for an attention spec such as "lln_diag:mix=joint_offset"."""
     name, options = parse_attention_spec(attention)
     overrides = [f"attention={name}"]
     for key, value in options.items():

@@ -318,7 +318,7 @@ def _check_value(name: str, key: str, value: Any, type_hint: Any, metadata: Mapp
 
 
 def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
-    """Parse strings such as "mix=ratio" and "block_size=16" into {"mix": "ratio", "block_size": 16}.
+    """Parse strings such as "mix=average" and "block_size=16" into {"mix": "average", "block_size": 16}.
 
     A value that is valid JSON (such as a number, true, false or null) is converted; any other value stays a string. If
     an option occurs twice, the last value counts.

@@ -17,22 +17,12 @@ from transformers import RobertaConfig, RobertaForMaskedLM, RobertaForSequenceCl
 from transformers.models.roberta.modeling_roberta import RobertaSelfAttention
 
 try:
-    from lln_fairseq.ops.block_diag import block_diag_attention
     from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 
     HAS_KERNELS = True
 except ImportError:
     HAS_KERNELS = False
 
-# The names of the learned parameters of every mix.
-MIX_PARAMETERS: dict[str, tuple[str, ...]] = {
-    "average": (),
-    "ratio": ("ratio",),
-    "scale": ("ratio", "diag_scale"),
-    "joint": (),
-    "joint_offset": ("offset",),
-}
-PER_FEATURE_MIXES = ("ratio", "scale")  # mixes whose parameters are (H, 1, D); the others' are (H,)
 DENOMINATOR_FLOOR = 1 / 16
 FIRST_SEGMENT = "first_segment"
 MAX_GLOBAL_TOKENS = 128  # the largest number of global tokens of a first segment
@@ -48,10 +38,10 @@ class LLNRobertaConfig(RobertaConfig):
 
     Args:
         attention: "lln" or "lln_diag".
-        mix: the formula that combines LLN with block-diagonal softmax in lln_diag, a key of MIX_PARAMETERS.
+        mix: the formula that combines LLN with block-diagonal softmax in lln_diag: "average" or "joint_offset".
         block_size: tokens of a block of lln_diag; None means the features of a head.
-        global_tokens: the first tokens that attend to all tokens by softmax, and that all tokens attend to, in a joint
-            mix: "none", "first_segment" (of a pair, at most MAX_GLOBAL_TOKENS), or their number as text.
+        global_tokens: the first tokens that attend to all tokens by softmax, and that all tokens attend to, with the
+            mix "joint_offset": "none", "first_segment" (of a pair, at most MAX_GLOBAL_TOKENS), or their number as text.
         alpha: fixed factor of the queries; None matches it to softmax's variance.
         beta: fixed factor of the keys; moment matching is used unless both alpha and beta are given.
         scope: "head" measures the standard deviations in each sequence and head, "batch" over the whole batch.
@@ -105,8 +95,6 @@ class LLNSelfAttention(RobertaSelfAttention):
 
     log_gain: nn.Parameter  # (2, H), logarithms of the factors of alpha and beta
     offset: nn.Parameter  # (H,)
-    ratio: nn.Parameter  # (H, 1, D)
-    diag_scale: nn.Parameter  # (H, 1, D)
 
     def __init__(self, config: LLNRobertaConfig, layer: int) -> None:
         super().__init__(config)
@@ -117,14 +105,9 @@ class LLNSelfAttention(RobertaSelfAttention):
         heads = config.num_attention_heads
         if config.gain == "learned":
             self.log_gain = nn.Parameter(torch.zeros(2, heads))
-        if config.attention != "lln_diag":
-            return
-        for name in MIX_PARAMETERS[config.mix]:
-            if config.mix in PER_FEATURE_MIXES:
-                initial = torch.full((heads, 1, self.attention_head_size), 0.5)
-            else:
-                initial = torch.zeros(heads)
-            self.register_parameter(name, nn.Parameter(initial))
+        self.is_joint = config.attention == "lln_diag" and config.mix == "joint_offset"
+        if self.is_joint:
+            self.offset = nn.Parameter(torch.zeros(heads))
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *unused: Any, **unused_too: Any
@@ -211,23 +194,20 @@ class LLNSelfAttention(RobertaSelfAttention):
             options["global_tokens"] = global_tokens
         elif global_tokens is not None:
             options["global_tokens"] = self.largest_prefix()  # a number, so that the GPU is not waited for
-        if config.attention == "lln_diag" and config.mix not in PER_FEATURE_MIXES:
-            return lln_diag_attention(
-                q,
-                k,
-                v,
-                key_padding_mask=padded,
-                block_size=block_size,
-                dropout_p=dropout,
-                mix=config.mix,
-                mix_parameter=self.mix_parameter(),
-                **options,
-            )
-        lln = lln_attention(q, k, v, key_padding_mask=padded, **options)
         if config.attention == "lln":
-            return lln
-        diag = block_diag_attention(q, k, v, padded, block_size, dropout)
-        return self.mix_outputs(lln, diag)
+            return lln_attention(q, k, v, key_padding_mask=padded, **options)
+        if self.is_joint:
+            options["mix_parameter"] = self.offset
+        return lln_diag_attention(
+            q,
+            k,
+            v,
+            key_padding_mask=padded,
+            block_size=block_size,
+            dropout_p=dropout,
+            mix=config.mix,
+            **options,
+        )
 
     def attend_without_kernels(
         self,
@@ -244,16 +224,13 @@ class LLNSelfAttention(RobertaSelfAttention):
         a, w = plain_features(q, k, alpha, beta, padded)
         if self.config.attention == "lln":
             return plain_lln(a, w, v, padded)
-        if self.config.mix.startswith("joint"):
-            offset = self.mix_parameter()
-            if global_tokens is None:
-                return plain_joint(q, k, v, a, w, padded, block_size, dropout, offset)
-            prefix = self.largest_prefix()
-            out = plain_joint(q, k, v, a, w, padded, block_size, dropout, offset, global_tokens, prefix)
-            return with_global_queries(out, q, k, v, padded, dropout, global_tokens, prefix)
-        lln = plain_lln(a, w, v, padded)
-        diag = plain_block_diag(q, k, v, padded, block_size, dropout)
-        return self.mix_outputs(lln, diag)
+        if not self.is_joint:
+            return (plain_lln(a, w, v, padded) + plain_block_diag(q, k, v, padded, block_size, dropout)) / 2
+        if global_tokens is None:
+            return plain_joint(q, k, v, a, w, padded, block_size, dropout, self.offset)
+        prefix = self.largest_prefix()
+        out = plain_joint(q, k, v, a, w, padded, block_size, dropout, self.offset, global_tokens, prefix)
+        return with_global_queries(out, q, k, v, padded, dropout, global_tokens, prefix)
 
     def alpha_beta(self, q: Tensor, k: Tensor, padded: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return alpha and beta, float32 (B, H), including the learned factors of the heads if there are any."""
@@ -262,21 +239,6 @@ class LLNSelfAttention(RobertaSelfAttention):
             return alpha, beta
         gain = self.log_gain.float().exp()
         return alpha * gain[0], beta * gain[1]
-
-    def mix_outputs(self, lln: Tensor, diag: Tensor) -> Tensor:
-        """Combine the outputs (B, H, N, D) of LLN and of block-diagonal softmax: the mixes average, ratio and scale."""
-        if self.config.mix == "average":
-            return (lln + diag) / 2
-        ratio = self.ratio.to(lln.dtype)
-        if self.config.mix == "ratio":
-            return ratio * lln + (1 - ratio) * diag
-        return ratio * lln + self.diag_scale.to(lln.dtype) * diag
-
-    def mix_parameter(self) -> Tensor | None:
-        """Return the learned offset (H,) of the mix joint_offset, or None for other mixes."""
-        if self.config.mix == "joint_offset":
-            return self.offset
-        return None
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, padded: Tensor | None, dropout: float) -> Tensor:
@@ -409,16 +371,16 @@ def plain_joint(
     padded: Tensor | None,
     block_size: int,
     dropout: float,
-    offset: Tensor | None,
+    offset: Tensor,
     global_tokens: Tensor | None = None,
     prefix: int = 0,
 ) -> Tensor:
-    """Compute the joint mixes, softmax inside the query's block and LLN outside: (1 - c u) Diag + c (LLN outside).
+    """Compute the mix joint_offset, softmax inside the query's block and LLN outside: (1 - c u) Diag + c (LLN outside).
 
-    u is the weight that LLN gives to tokens outside the query's block. c is 1 without an offset, and
-    1 / (u + (1 - u) exp(-offset)) with one, where the denominator is at least DENOMINATOR_FLOOR. If all tokens of a
-    sequence that are not padding are in one block, the output (B, H, N, D) is that of softmax. Global tokens belong to
-    every block as keys; `with_global_queries` computes what they attend to.
+    u is the weight that LLN gives to tokens outside the query's block, and c is 1 / (u + (1 - u) exp(-offset)), where
+    the denominator is at least DENOMINATOR_FLOOR. If all tokens of a sequence that are not padding are in one block,
+    the output (B, H, N, D) is that of softmax. Global tokens belong to every block as keys; `with_global_queries`
+    computes what they attend to.
 
     Args:
         q, k, v: (B, H, N, D).
@@ -426,7 +388,7 @@ def plain_joint(
         padded: (B, N) or None.
         block_size: tokens of a block.
         dropout: dropout probability of the softmax weights.
-        offset: (H,) or None.
+        offset: (H,).
         global_tokens: the number of global tokens of every sequence, (B,), or None.
         prefix: the first tokens that can be global; a sequence has at most so many global tokens.
     """
@@ -449,10 +411,8 @@ def plain_joint(
     weights_inside = (a_blocks @ w_inside.mT).masked_fill(hidden, 0.0)
     u = (1 - weights_inside.sum(dim=-1, keepdim=True)).clamp(0, 1)
     real = (~hidden).sum(dim=-1, keepdim=True)  # real tokens inside each block
-    c = torch.ones_like(u)
-    if offset is not None:
-        denominator = u + (1 - u) * (-offset.float()[:, None, None, None]).exp()
-        c = 1 / denominator.clamp_min(DENOMINATOR_FLOOR)
+    denominator = u + (1 - u) * (-offset.float()[:, None, None, None]).exp()
+    c = 1 / denominator.clamp_min(DENOMINATOR_FLOOR)
     c = c.masked_fill(real == 0, 1.0)
     c = c.masked_fill((real == all_real) & (real > 0), 0.0)  # all real tokens are inside this block
     lln_outside = lln_blocks - weights_inside @ v_inside.masked_fill(hidden.mT, 0.0)

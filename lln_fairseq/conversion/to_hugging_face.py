@@ -33,7 +33,7 @@ MODELING = "modeling_lln_roberta"
 # The attentions and the values of their options that the modeling file implements.
 MODELING_ATTENTIONS = ("lln", "lln_diag")
 MODELING_OPTIONS = {
-    "mix": ("average", "ratio", "scale", "joint", "joint_offset"),
+    "mix": ("average", "joint_offset"),
     "constants": ("calibrated", "entropy", "paper"),
     "gain": ("none", "learned"),
 }

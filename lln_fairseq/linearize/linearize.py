@@ -321,7 +321,7 @@ def read_texts(data: Path, split: str, dictionary: Any) -> TokenStream:
 
 
 def format_options(attention: str) -> str:
-    """Return the result of `linearize_options` in the form of the command line: mix=joint block_size=64."""
+    """Return the result of `linearize_options` in the form of the command line: mix=joint_offset block_size=64."""
     return " ".join(f"{key}={value}" for key, value in linearize_options(attention).items())
 
 

@@ -27,7 +27,7 @@ def check_global_tokens(
     Args:
         global_tokens: the number of global tokens of every sequence: an int for all sequences, an integer tensor (B,),
             or None for no global tokens. A number above N counts as N.
-        mix: the mix of the call. Only "joint" and "joint_offset" can have global tokens.
+        mix: the mix of the call. Only "joint_offset" can have global tokens.
         q: (B, H, N, D).
         other_inputs: the other tensors of the call. If any tensor of the call is traced or transformed, the values of a
             tensor `global_tokens` cannot be read: they are not checked, and the upper bound is N.
@@ -39,7 +39,7 @@ def check_global_tokens(
     if global_tokens is None:
         return None, 0
     if mix == "average":
-        raise ValueError(f"mix '{mix}' has no global tokens, choose joint or joint_offset")
+        raise ValueError(f"mix '{mix}' has no global tokens, choose joint_offset")
     batch, _, length, _ = q.shape
     if not isinstance(global_tokens, Tensor):
         number = index(global_tokens)

@@ -31,7 +31,7 @@ from lln_fairseq.ops.global_tokens import attend_from_global_tokens, check_globa
 from lln_fairseq.ops.linear_attention import balanced_features
 from lln_fairseq.ops.moment_matching import match_moments
 
-KERNEL_MIXES = ("average", "joint", "joint_offset")  # formulas that combine LLN and block-diagonal softmax
+MIXES = ("average", "joint_offset")  # formulas that combine LLN and block-diagonal softmax
 
 
 def lln_attention(
@@ -114,26 +114,24 @@ def lln_diag_attention(
 ) -> Tensor:
     """Compute LLN+Diag, a hybrid of LLN and block-diagonal softmax attention (paper, section 4.2 and figure 3).
 
-    The mix decides how both are combined. "average" is ½ (LLN + block-diagonal softmax), as in the paper. The joint
-    mixes use softmax weights for the keys inside the query's block and LLN weights for the keys outside it. Both are
-    normalized together, so that each row sums to 1. Let u be the weight that LLN alone would give to the keys outside:
-
-        joint           inside and outside have the weights 1 - u and u
-        joint_offset    their ratio is (1 - u) : e^o u, but the weight outside is at most 16 u
-
-    A sequence that fits in one block gets plain softmax attention with both joint mixes.
+    The mix decides how both are combined. "average" is ½ (LLN + block-diagonal softmax), as in the paper.
+    "joint_offset" uses softmax weights for the keys inside the query's block and LLN weights for the keys outside it.
+    Both are normalized together, so that each row sums to 1. If u is the weight that LLN alone would give to the keys
+    outside, inside and outside have the ratio (1 - u) : e^o u, but the weight outside is at most 16 u. A sequence that
+    fits in one block gets plain softmax attention.
 
     Args:
         q, k, v, alpha, beta, key_padding_mask, backend, scope, constants: the same as in `lln_attention`.
         block_size: tokens in a block, at least 1. None means D.
         dropout_p: probability of dropping a softmax weight inside a block, in [0, 1). LLN has no dropout.
-        mix: "average", "joint" or "joint_offset".
+        mix: "average" or "joint_offset".
         mix_parameter: o for the mix "joint_offset": a number, or a tensor that broadcasts to (B, H) and may require a
-            gradient. None means 0. The values must be in [-80, 80], which is not checked. With another mix it must be
+            gradient. None means 0. The values must be in [-80, 80], which is not checked. With "average" it must be
             None.
         group: the same as in `lln_attention`, but only with the mix "average". Every worker but the last must hold a
             multiple of block_size tokens, so that no block lies on two workers.
-        global_tokens: the number of tokens at the start of every sequence that are global; only with a joint mix. An
+        global_tokens: the number of tokens at the start of every sequence that are global; only with the mix
+            "joint_offset". An
             int for all sequences, an integer tensor (B,), or None for no global tokens. A number above N counts as N.
             As keys, global tokens count as inside the block of every query. As queries, they attend to all keys by
             softmax. If S = block_size and no sequence has more than M global tokens, N (S + M) softmax scores are
@@ -198,22 +196,12 @@ def lln_features(
 
 
 def head_offsets(mix: str, offset: float | Tensor | None, q: Tensor) -> Tensor | None:
-    """Return the offset o of every sequence and head for a joint mix.
-
-    Args:
-        mix: one of KERNEL_MIXES.
-        offset: a number, a tensor that broadcasts to (B, H), or None, which means 0. It must be None unless the mix is
-            "joint_offset".
-        q: (B, H, N, D).
-
-    Returns: (B, H), or None for the mix "average".
-    Raises: ValueError if the mix is unknown, if it does not take an offset, or if the offset does not broadcast.
-    """
-    if mix not in KERNEL_MIXES:
-        raise ValueError(f"unknown mix '{mix}', choose from {', '.join(KERNEL_MIXES)}")
-    if offset is not None and mix != "joint_offset":
-        raise ValueError(f"mix '{mix}' takes no mix_parameter")
+    """Return the offset o of every sequence and head, (B, H), or None for the mix "average". No offset means 0."""
+    if mix not in MIXES:
+        raise ValueError(f"unknown mix '{mix}', choose from {', '.join(MIXES)}")
     if mix == "average":
+        if offset is not None:
+            raise ValueError(f"mix '{mix}' takes no mix_parameter")
         return None
     return per_head(0.0 if offset is None else offset, q, "mix_parameter")
 

@@ -87,9 +87,9 @@ def test_long_sequence_is_measured_by_its_features_and_some_rows(name, monkeypat
         assert not torch.equal(values[key], whole[key])
 
 
-def test_mix_per_feature_has_no_measurements():
+def test_attention_without_matrix_has_no_measurements():
     q, k, _ = random_qkv(length=40)
-    assert measure.measure_batch(build_attention("lln_diag", mix="ratio", **SIZE), q, k).isnan().all()
+    assert measure.measure_batch(build_attention("transformer_ls", **SIZE), q, k).isnan().all()
 
 
 @pytest.mark.parametrize("name", ["softmax", "lln"])

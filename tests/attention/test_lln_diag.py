@@ -1,4 +1,4 @@
-"""The learned parameters and global tokens of LLN+Diag's joint mixes. The contract tests cover everything else."""
+"""The learned offset and global tokens of LLN+Diag's joint form. The contract tests cover everything else."""
 
 import pytest
 import torch
@@ -12,13 +12,13 @@ from tests.helpers import FLOAT32_FORWARD, random_padding, random_qkv, relative_
 BLOCK_SIZE = 16
 
 
-def build(mix, **options):
+def build(**options):
     sizes = dict(num_heads=3, head_dim=32, max_positions=200)
-    return build_attention("lln_diag", **sizes, mix=mix, block_size=BLOCK_SIZE, **options)
+    return build_attention("lln_diag", **sizes, mix="joint_offset", block_size=BLOCK_SIZE, **options)
 
 
 def test_joint_offset_changes_output_and_matrix_of_its_head():
-    attention = build("joint_offset")
+    attention = build()
     q, k, v = random_qkv(length=97)
     mask = random_padding(2, 97)
     initial = attention(q, k, v, mask)
@@ -37,7 +37,7 @@ def test_joint_offset_changes_output_and_matrix_of_its_head():
 
 
 def test_tokens_of_first_segments_are_global():
-    attention = build("joint_offset", global_tokens="first_segment")
+    attention = build(global_tokens="first_segment")
     assert attention.needs_segments
     q, k, v = random_qkv(batch=3, length=190)
     mask = random_padding(3, 190)
@@ -65,7 +65,7 @@ def test_tokens_of_first_segments_are_global():
 
 
 def test_first_segment_without_lengths_is_rejected():
-    attention = build("joint", global_tokens="first_segment")
+    attention = build(global_tokens="first_segment")
     q, k, v = random_qkv()
     with pytest.raises(ValueError, match="global_tokens=first_segment needs the lengths of the first segments"):
         attention(q, k, v)
@@ -73,10 +73,9 @@ def test_first_segment_without_lengths_is_rejected():
         attention.attention_matrix(q, k)
 
 
-@pytest.mark.parametrize("mix", ["joint", "joint_offset"])
 @pytest.mark.parametrize("global_tokens", ["20", "first_segment"])
-def test_branch_with_global_tokens_attends_inside_by_softmax(mix, global_tokens):
-    attention = build(mix, global_tokens=global_tokens, gain="learned")
+def test_branch_with_global_tokens_attends_inside_by_softmax(global_tokens):
+    attention = build(global_tokens=global_tokens, gain="learned")
     attention.segment_lengths = torch.tensor([20, 20])
     q, k, v = random_qkv(length=97)
     mask = random_padding(2, 97)
@@ -96,4 +95,4 @@ def test_branch_with_global_tokens_attends_inside_by_softmax(mix, global_tokens)
 
 
 def test_branch_without_global_tokens_is_block_diagonal():
-    assert type(build("joint").branches()["Diag only"]).__name__ == "BlockDiagAttention"
+    assert type(build().branches()["Diag only"]).__name__ == "BlockDiagAttention"

@@ -68,7 +68,7 @@ def forgeries(mark):
         ({"cfg.model.encoder_layers": 9}, "encoder_layers is 9, but its parameters have 2"),
         ({"cfg.model.max_positions": 1 << 40}, r"max_positions is \d+, but its positional table has 66 rows"),
         ({"cfg.model.encoder_attention_heads": 0}, "cannot build the model of .*integer modulo by zero"),
-        ({"cfg.model.lln_diag_mix": "joint_share"}, "Invalid value 'joint_share', expected .*joint_offset"),
+        ({"cfg.model.lln_diag_mix": "joint"}, "Invalid value 'joint', expected .*joint_offset"),
         ({"cfg": None}, "it has no configuration"),
         ({"model": [1, 2]}, "it holds no model"),
         ({"model": {"encoder.x": "text"}}, "its model is not made of named tensors"),

@@ -21,7 +21,7 @@ from tests.fairseq_runs import (
 from tests.helpers import Payload
 
 ENCODER = "encoder.sentence_encoder."
-RATIO = "layers.1.self_attn.attention.ratio"
+OFFSET = "layers.1.self_attn.attention.offset"
 
 
 def write_as_published(path, out):
@@ -76,22 +76,22 @@ def test_published_layout_can_be_finetuned(positions, tmp_path, monkeypatch, cap
     assert positions == 64 or torch.equal(table[66:], table[2:38])  # further positions begin as copies
 
 
-def test_finetuning_can_add_and_drop_a_learned_mix(tmp_path, monkeypatch, caplog):
+def test_finetuning_can_add_and_drop_a_learned_offset(tmp_path, monkeypatch, caplog):
     corpus = make_corpus(tmp_path / "corpus")
     average = (*MASKED_LM, *LLN)
-    ratio = (*average, "--lln-diag-mix", "ratio", "--lr", 0)
+    joint = (*average, "--lln-diag-mix", "joint_offset", "--lr", 0)
     train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *average)
 
     with caplog.at_level(logging.WARNING):
         pretrained = ("--finetune-from-model", tmp_path / "a" / "checkpoint_last.pt")
-        train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "b", *ratio, *pretrained)
-        assert f"{RATIO} is not in the checkpoint" in caplog.text
+        train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "b", *joint, *pretrained)
+        assert f"{OFFSET} is not in the checkpoint" in caplog.text
         pretrained = ("--finetune-from-model", tmp_path / "b" / "checkpoint_last.pt")
         train(monkeypatch, tmp_path / "c.log", corpus, tmp_path / "c", *average, *pretrained)
 
-    assert f"{RATIO} of the checkpoint is left out" in caplog.text
-    with_ratio = torch.load(tmp_path / "b" / "checkpoint_last.pt")["model"]
-    assert (with_ratio[ENCODER + RATIO] == 0.5).all()
+    assert f"{OFFSET} of the checkpoint is left out" in caplog.text
+    with_offset = torch.load(tmp_path / "b" / "checkpoint_last.pt")["model"]
+    assert (with_offset[ENCODER + OFFSET] == 0).all()
 
 
 def test_code_in_a_checkpoint_does_not_run(tmp_path, capsys):

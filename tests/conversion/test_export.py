@@ -119,11 +119,8 @@ LLN_MODELS = {
     "lln paper": ("--lln-constants", "paper"),
     "lln_diag": (),
     "lln_diag batch": ("--lln-diag-scope", "batch"),
-    "lln_diag ratio": ("--lln-diag-mix", "ratio", "--lln-diag-block-size", 8),
-    "lln_diag joint": ("--lln-diag-mix", "joint", "--lln-diag-block-size", 8),
     "lln_diag joint_offset": ("--lln-diag-mix", "joint_offset", "--lln-diag-block-size", 8),
     "lln_diag gain": ("--lln-diag-gain", "learned"),
-    "lln_diag scale": ("--lln-diag-mix", "scale"),
     "lln_diag global": (*GLOBAL, "--lln-diag-global-tokens", "11"),
     "lln_diag long global": (*GLOBAL, "--lln-diag-global-tokens", "200"),
     "lln_diag softmax": ("--lln-diag-mix", "joint_offset", "--lln-diag-gain", "learned", "--softmax-layers", "1"),
@@ -295,7 +292,7 @@ def test_mask_that_differs_between_queries_is_rejected(pretrain, tmp_path):
 
 
 def test_every_parameter_gets_gradient(pretrain, tmp_path):
-    export(pretrain("--attention", "lln_diag", "--lln-diag-mix", "scale"), tmp_path / "out")
+    export(pretrain("--attention", "lln_diag", *GLOBAL), tmp_path / "out")
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "out", trust_remote_code=True).train()
     model.gradient_checkpointing_enable()
     tokens = padded_batch()
@@ -306,7 +303,7 @@ def test_every_parameter_gets_gradient(pretrain, tmp_path):
 
 
 def test_exported_model_can_be_saved_again(pretrain, tmp_path):
-    export(pretrain("--attention", "lln_diag", "--lln-diag-mix", "scale"), tmp_path / "out")
+    export(pretrain("--attention", "lln_diag", *GLOBAL), tmp_path / "out")
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
     model.save_pretrained(tmp_path / "again")
     again = AutoModelForMaskedLM.from_pretrained(tmp_path / "again", trust_remote_code=True)
@@ -317,7 +314,7 @@ def test_exported_model_can_be_saved_again(pretrain, tmp_path):
 def test_option_unknown_to_modeling_file_is_rejected(pretrain):
     model, _ = load_model(str(pretrain("--attention", "lln_diag")))
     options = {"mix": "new", "constants": "calibrated"}
-    with pytest.raises(InputError, match="mix=new of lln_diag cannot be exported: choose from average, ratio, scale"):
+    with pytest.raises(InputError, match="mix=new of lln_diag cannot be exported: choose from average, joint_offset"):
         convert_to_hugging_face(model.state_dict(), model.args, options)
 
 

@@ -31,11 +31,11 @@ MODELS = {
     "softmax": ("--encoder-layers", 2),
     "lln": ("--lln-constants", "paper"),
     "lln_diag joint_offset": (*BLOCKS, "--lln-diag-mix", "joint_offset", "--lln-diag-gain", "learned"),
-    "lln_diag joint": ("--lln-diag-block-size", 64, "--lln-diag-mix", "joint"),  # one block holds all tokens
+    "lln_diag one block": ("--lln-diag-block-size", 64, "--lln-diag-mix", "joint_offset"),  # one block holds all tokens
     "lln softmax": ("--encoder-layers", 2, "--softmax-layers", "0"),
     "lln_diag global": (*JOINT, "--lln-diag-global-tokens", "11"),
     "lln_diag segment": (*JOINT, "--lln-diag-global-tokens", "first_segment", "--max-positions", 300),
-    "lln_diag scale": (*BLOCKS, "--lln-diag-mix", "scale", "--lln-diag-scope", "batch"),
+    "lln_diag batch": (*BLOCKS, "--lln-diag-scope", "batch"),
 }
 
 

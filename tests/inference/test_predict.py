@@ -354,7 +354,7 @@ def test_model_encodes_with_stored_pooling(loaded, runs, tmp_path):
 def save_with_global_segments(checkpoint, folder, **task_options):
     """Save a copy of a checkpoint with global_tokens=first_segment and its tokenizer, and return the copy's path."""
     state = torch.load(checkpoint, weights_only=False)
-    state["cfg"]["model"] |= {"lln_diag_mix": "joint", "lln_diag_global_tokens": "first_segment"}
+    state["cfg"]["model"] |= {"lln_diag_mix": "joint_offset", "lln_diag_global_tokens": "first_segment"}
     state["cfg"]["task"] |= task_options
     shutil.copytree(checkpoint.parent / "tokenizer", folder / "tokenizer")
     torch.save(state, folder / "checkpoint.pt")

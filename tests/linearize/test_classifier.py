@@ -395,7 +395,7 @@ def test_padding_does_not_change_the_losses(teacher):
 def test_students_get_the_lengths_of_first_segments(teacher):
     path, data = teacher
     model, task = load_model(str(path), str(data))
-    students = Students(model, "lln_diag", {"mix": "joint"}, 0.01, 0, seed=1)
+    students = Students(model, "lln_diag", {"mix": "joint_offset"}, 0.01, 0, seed=1)
     tokens = TaskRows(task, "train", 100).sample([0, 1, 2])["net_input"]["src_tokens"]
     with torch.no_grad():
         students.errors(tokens)
@@ -427,7 +427,7 @@ def test_cut_rows_keep_the_lengths_of_their_first_segments(teacher):
         (match,) = complete[(complete[:, : len(row)] == row).all(dim=1)]
         assert match.tolist().index(eos) + 1 == length
     assert lengths.max() > 20
-    options = {"mix": "joint", "global_tokens": "first_segment", "block_size": 4}
+    options = {"mix": "joint_offset", "global_tokens": "first_segment", "block_size": 4}
     students = Students(model, "lln_diag", options, 0.01, 1, seed=1)
     linear_model, _ = load_model(str(path), str(data))
     for layer, student in zip(linear_model.encoder.sentence_encoder.layers, students.students, strict=True):

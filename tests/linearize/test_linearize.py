@@ -154,7 +154,7 @@ def test_finished_run_rejects_changed_settings_but_takes_a_second_stage(teacher,
     path, data = teacher
     out = tmp_path / "out"
     assert run(path, data, out, *SHORT) == 0
-    for change, name in ((("--steps", 3), "steps"), (("--option", "mix=joint"), "option"), (("--seed", 2), "seed")):
+    for change, name in ((("--steps", 3), "steps"), (("--option", "mix=average"), "option"), (("--seed", 2), "seed")):
         assert run(path, data, out, *SHORT, *change) == 1
         assert f"holds a run with another {name}: give another OUT" in capsys.readouterr().err
 
@@ -204,7 +204,7 @@ def test_diverging_stage_writes_no_model(stage, teacher, tmp_path, capsys):
 def test_fold_keeps_what_the_students_compute(teacher):
     path, data = teacher
     model, task = load_model(str(path))
-    students = Students(model, "lln_diag", {"mix": "joint"}, 0.03, 10, seed=1)
+    students = Students(model, "lln_diag", {"mix": "joint_offset"}, 0.03, 10, seed=1)
     texts = linearize.read_texts(data, "train", task.source_dictionary)
     for _ in range(5):
         students.train_step(texts, 128, 64)
@@ -296,11 +296,11 @@ def test_training_warns_about_changed_options_of_the_student(teacher, tmp_path, 
     path, data = teacher
     assert run(path, data, tmp_path / "out", *SHORT) == 0
     options = (*MASKED_LM, *LLN, "--max-positions", 64, "--finetune-from-model", tmp_path / "out" / "model.pt")
-    changed = ("--lln-diag-mix", "joint", "--lln-diag-block-size", 8, "--max-update", 1)
+    changed = ("--lln-diag-mix", "average", "--lln-diag-block-size", 8, "--max-update", 1)
 
     train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *options, *changed)
 
-    assert "was trained with lln_diag_mix = joint_offset, here it is joint" in caplog.text
+    assert "was trained with lln_diag_mix = joint_offset, here it is average" in caplog.text
     assert "was trained with lln_diag_block_size = 64, here it is 8" in caplog.text
     assert "was trained with lln_diag_gain = learned, here it is none" in caplog.text
     assert caplog.text.count("was trained with") == 3

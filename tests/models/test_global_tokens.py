@@ -162,7 +162,7 @@ def test_sequences_cannot_be_divided_among_workers():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lln_diag_global_tokens": "16"}, "global_tokens=16 needs the mix joint or joint_offset, got mix 'average'"),
+        ({"lln_diag_global_tokens": "16"}, "global_tokens=16 needs the mix joint_offset, got mix 'average'"),
         (GLOBAL | {"lln_diag_global_tokens": "1.5"}, "none, first_segment or a positive number, got '1.5'"),
     ],
 )

@@ -146,7 +146,7 @@ def test_run_resumes_with_text_option_as_number_or_text(option, value, other, co
     """The values of these options are texts. Hydra reads a value without quotes as a number."""
     overrides = """
         lr_scheduler.warmup_updates=1 task.global_batch=8 dataset.batch_size=8 dataset.num_workers=0
-        model.encoder_layers=1 model.lln_diag_block_size=8 model.lln_diag_mix=joint
+        model.encoder_layers=1 model.lln_diag_block_size=8 model.lln_diag_mix=joint_offset
     """
     arguments = (*HYDRA, *overrides.split(), f"task.data={corpus}", f"checkpoint.save_dir={tmp_path / 'run'}")
     hydra_train(monkeypatch, *arguments, f"model.{option}={value}", "optimization.max_update=1")

@@ -463,7 +463,7 @@ ATTENTIONS = {
     "block_diag": lambda q, k, v: block_diag_attention(q, k, v, None, BLOCK),
     "lln": lln_attention,
     "lln_diag": lln_diag_attention,
-    "global": lambda q, k, v: lln_diag_attention(q, k, v, mix="joint", global_tokens=GLOBAL_TOKENS),
+    "global": lambda q, k, v: lln_diag_attention(q, k, v, mix="joint_offset", global_tokens=GLOBAL_TOKENS),
 }
 
 
@@ -545,8 +545,8 @@ BAD_ARGUMENTS = [
     (dict(beta=None), "together or not at all"),
     (dict(backend="cuda"), "choose from auto, torch, triton, cpu"),
     (dict(backend="triton"), "cannot run here: .*head dims"),
-    (dict(mix="mean"), "unknown mix 'mean', choose from average, joint, joint_offset"),
-    (dict(mix="joint", mix_parameter=1.0), "mix 'joint' takes no mix_parameter"),
+    (dict(mix="mean"), "unknown mix 'mean', choose from average, joint_offset"),
+    (dict(mix="average", mix_parameter=1.0), "mix 'average' takes no mix_parameter"),
     (dict(mix="joint_offset", mix_parameter=torch.zeros(5)), "does not broadcast"),
 ]
 

@@ -59,7 +59,6 @@ def compiler():
     [
         ("lln", {}, "aot_eager"),
         ("lln_diag", {}, "inductor"),
-        ("lln_diag", {"mix": "ratio"}, "aot_eager"),
         ("lln_diag", {"mix": "joint_offset", "block_size": 16}, "aot_eager"),
         ("lln_diag", {"constants": "entropy"}, "aot_eager"),
         ("lln", {"scope": "batch", "gain": "learned"}, "aot_eager"),
@@ -91,7 +90,7 @@ def test_compiled_mechanism_equals_eager_execution(name, options, backend, padde
 )
 def test_graph_has_the_operator_where_kernels_run(head_dim, dtype, backend, is_in_graph, compiler):
     q, k, v = random_qkv(dim=head_dim, dtype=dtype)
-    for mix in ("average", "joint"):
+    for mix in ("average", "joint_offset"):
         compute = functools.partial(lln_diag_attention, alpha=1.2, beta=0.9, backend=backend, mix=mix)
         assert relative_rms(compiler.compile(compute)(q, k, v), compute(q, k, v)) <= FLOAT32_FORWARD
     assert compiler.operators.count(OPERATOR) == (2 if is_in_graph else 0)

@@ -145,7 +145,7 @@ def call_with_errors(group, foreign_group):
 
     traced = torch.func.vmap(lambda x: lln_attention(x, x, x, 1.0, 1.0, group=group))
     messages = {
-        "joint": message(lln_diag_attention, q, k, v, block_size=8, mix="joint", group=group),
+        "joint": message(lln_diag_attention, q, k, v, block_size=8, mix="joint_offset", group=group),
         "member": message(lln_attention, q, k, v, group=foreign_group),
         "traced": message(traced, torch.stack([q])),
     }
@@ -220,7 +220,7 @@ def test_worker_without_a_real_key_changes_nothing(results):
 def test_wrong_calls_are_rejected(results):
     for result in results[:2]:
         messages = result["errors"]
-        assert "mix 'joint' cannot be computed over several workers" in messages["joint"]
+        assert "mix 'joint_offset' cannot be computed over several workers" in messages["joint"]
         assert "group must be a process group of torch.distributed that includes this worker" in messages["member"]
         assert "several workers cannot be traced" in messages["traced"]
         assert "attention over several workers has no second derivative" in messages["second"]

@@ -104,10 +104,10 @@ def test_all_tokens_global_is_softmax_attention(backend):
 def test_dropout_concerns_the_block_and_the_global_tokens(backend):
     q, k, _ = random_qkv(batch=8, heads=8, length=32)
     v = torch.eye(32).expand_as(q)  # so that the output is the matrix
-    function = attend("joint", backend, block=8, global_tokens=4)
+    function = attend("joint_offset", backend, block=8, global_tokens=4)
     plain = function(q, k, v, 1.0, 1.0)
     torch.manual_seed(1)
-    dropped = attend("joint", backend, block=8, global_tokens=4, dropout_p=0.25)(q, k, v, 1.0, 1.0)
+    dropped = attend("joint_offset", backend, block=8, global_tokens=4, dropout_p=0.25)(q, k, v, 1.0, 1.0)
 
     token = torch.arange(32)
     inside = token[:, None] // 8 == token // 8
@@ -132,7 +132,7 @@ def test_compiled_calls_use_the_formula(number):
 def test_numbers_of_meta_tensors_are_not_read():
     q, k, v = torch.empty(3, 2, 3, 40, 32, device="meta").requires_grad_()
     number = torch.zeros(2, dtype=torch.int64, device="meta")
-    out = attend("joint", global_tokens=number)(q, k, v, 1.0, 1.0)
+    out = attend("joint_offset", global_tokens=number)(q, k, v, 1.0, 1.0)
     (grad,) = torch.autograd.grad(out.sum(), k)
     assert grad.shape == out.shape == q.shape
 
@@ -140,7 +140,7 @@ def test_numbers_of_meta_tensors_are_not_read():
 @pytest.mark.parametrize("shape", [(0, 3, 7, 32), (2, 0, 7, 32), (2, 3, 0, 32)])
 def test_numbers_of_empty_sequences_are_accepted(shape, backend):
     number = torch.full((shape[0],), 3)
-    assert attend("joint", backend, global_tokens=number)(*inputs("joint", *shape)).shape == shape
+    assert attend("joint_offset", backend, global_tokens=number)(*inputs("joint_offset", *shape)).shape == shape
 
 
 def test_triton_does_not_support_global_tokens():
@@ -154,7 +154,7 @@ def test_triton_does_not_support_global_tokens():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(mix="average"), "mix 'average' has no global tokens, choose joint or joint_offset"),
+        (dict(mix="average"), "mix 'average' has no global tokens, choose joint_offset"),
         (dict(global_tokens=-1), "global_tokens must be at least 0, got -1"),
         (dict(global_tokens=torch.tensor([3, -2])), "global_tokens must be at least 0, got -2"),
         (dict(global_tokens=torch.tensor([3.0, 2.0])), "an integer tensor of shape .B,. = .2,., got torch.float32"),
@@ -164,7 +164,7 @@ def test_triton_does_not_support_global_tokens():
 )
 def test_bad_argument_is_rejected_in_one_line(change, message):
     q, k, v = torch.zeros(3, 2, 2, 4, 8)
-    arguments = dict(mix="joint", global_tokens=3) | change
+    arguments = dict(mix="joint_offset", global_tokens=3) | change
     with pytest.raises(ValueError, match=message) as error:
         lln_diag_attention(q, k, v, 1.0, 1.0, **arguments)
     assert "\n" not in str(error.value)

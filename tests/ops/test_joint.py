@@ -1,4 +1,4 @@
-"""The properties of the joint mixes: softmax in one block, and rows that sum to 1. See also test_backends.py."""
+"""The properties of the joint form: softmax in one block, and rows that sum to 1. See also test_backends.py."""
 
 import pytest
 import torch
@@ -9,8 +9,6 @@ from lln_fairseq.ops.lln import lln_diag_attention
 from tests.helpers import random_qkv, relative_rms
 from tests.ops.mixes import BLOCK, OFFSETS, assert_float32_accuracy, attend, holes, inputs, oracle, output_and_gradients
 
-JOINT_MIXES = {"joint": None, "joint_offset": OFFSETS[:3]}  # with their mix_parameter
-
 
 @pytest.fixture(params=["torch", "cpu", "triton"])
 def backend(request):
@@ -19,15 +17,15 @@ def backend(request):
     return request.param
 
 
-@pytest.mark.parametrize("mix", JOINT_MIXES)
+@pytest.mark.parametrize("offset", [None, OFFSETS[:3]])
 @pytest.mark.parametrize(("length", "real"), [(16, 16), (11, 11), (40, 13)])
 @pytest.mark.parametrize("factor", [0.5, 8.0])
-def test_one_block_of_real_tokens_is_softmax_attention(factor, length, real, mix, backend):
+def test_one_block_of_real_tokens_is_softmax_attention(factor, length, real, offset, backend):
     q, k, v = (x.requires_grad_() for x in random_qkv(batch=1, length=length))
     mask = (torch.arange(length) >= real)[None] if real < length else None
     rows = slice(0, real)
 
-    out = lln_diag_attention(q, k, v, factor, factor, mask, BLOCK, backend, mix=mix, mix_parameter=JOINT_MIXES[mix])
+    out = lln_diag_attention(q, k, v, factor, factor, mask, BLOCK, backend, mix="joint_offset", mix_parameter=offset)
     expected = reference.softmax_matrix(q.double(), k.double(), mask) @ v.double()
 
     assert relative_rms(out[:, :, rows], expected[:, :, rows]) < 1e-6
@@ -67,24 +65,24 @@ def test_large_offset_does_not_amplify_rounding(offset, backend):
     torch.testing.assert_close(row_sums, torch.ones_like(v), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("mix", JOINT_MIXES)
-def test_first_token_beyond_the_block_changes_little(mix):
+def test_first_token_beyond_the_block_changes_little():
     """If the token has nearly no weight, the step from softmax attention to the joint form is small."""
     q, k, v = random_qkv(length=17)
     k[:, :, 16] = -8.0
 
-    out = lln_diag_attention(q, k, v, 1.0, 1.0, None, BLOCK, mix=mix)[:, :, :16]
-    expected = lln_diag_attention(q[:, :, :16], k[:, :, :16], v[:, :, :16], 1.0, 1.0, None, BLOCK, mix=mix)
+    attend_to_blocks = attend("joint_offset")
+    out = attend_to_blocks(q, k, v, 1.0, 1.0)[:, :, :16]
+    expected = attend_to_blocks(q[:, :, :16], k[:, :, :16], v[:, :, :16], 1.0, 1.0)
 
     assert relative_rms(out, expected) < 0.01
 
 
 def test_default_offset_is_0_and_default_mix_is_average(backend):
     q, k, v = random_qkv(length=40)
-    joint = lln_diag_attention(q, k, v, 1.0, 1.0, None, BLOCK, backend, mix="joint")
+    joint = lln_diag_attention(q, k, v, 1.0, 1.0, None, BLOCK, backend, mix="joint_offset")
     average = lln_diag_attention(q, k, v, 1.0, 1.0, None, BLOCK, backend, mix="average")
 
-    for offset in (None, 0.0, torch.zeros(3), torch.zeros(2, 1)):
+    for offset in (0.0, torch.zeros(3), torch.zeros(2, 1)):
         assert torch.equal(attend("joint_offset", backend)(q, k, v, 1.0, 1.0, offset), joint)
     assert torch.equal(lln_diag_attention(q, k, v, 1.0, 1.0, None, BLOCK, backend), average)
     assert relative_rms(average, joint) > 0.01
@@ -93,9 +91,9 @@ def test_default_offset_is_0_and_default_mix_is_average(backend):
 def test_dropout_concerns_only_the_block():
     q, k, _ = random_qkv(batch=8, heads=8, length=32)
     v = torch.eye(32).expand_as(q)  # so that the output is the matrix
-    plain = lln_diag_attention(q, k, v, 1.0, 1.0, None, BLOCK, mix="joint")
+    plain = lln_diag_attention(q, k, v, 1.0, 1.0, None, BLOCK, mix="joint_offset")
     torch.manual_seed(1)
-    dropped = lln_diag_attention(q, k, v, 1.0, 1.0, None, BLOCK, mix="joint", dropout_p=0.25)
+    dropped = lln_diag_attention(q, k, v, 1.0, 1.0, None, BLOCK, mix="joint_offset", dropout_p=0.25)
 
     block = torch.arange(32) // BLOCK
     same_block = (block[:, None] == block[None, :]).expand_as(plain)

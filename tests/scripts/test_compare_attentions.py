@@ -95,12 +95,12 @@ def test_no_task_leaves_out_fine_tuning(tmp_path):
 
 
 def test_attention_may_have_options():
-    args = compare_attentions.parse_arguments(["--attentions", "lln,lln_diag:mix=joint,constants=entropy,lln"])
+    args = compare_attentions.parse_arguments(["--attentions", "lln,lln_diag:mix=joint_offset,constants=paper,lln"])
 
-    assert args.attentions == ["lln", "lln_diag:mix=joint,constants=entropy"]
+    assert args.attentions == ["lln", "lln_diag:mix=joint_offset,constants=paper"]
     overrides = compare_attentions.Overrides(args).for_pretraining(args.attentions[1], 1)
     model = compare_attentions.compose_config("pretrain", overrides).model
-    assert (model.attention, model.lln_diag_mix, model.lln_diag_constants) == ("lln_diag", "joint", "entropy")
+    assert (model.attention, model.lln_diag_mix, model.lln_diag_constants) == ("lln_diag", "joint_offset", "paper")
 
 
 def test_concurrent_jobs_share_cores_and_gpus(monkeypatch):
@@ -135,7 +135,7 @@ def test_concurrent_runs_finish_and_are_not_repeated(tmp_path, capsys, monkeypat
     task = make_classification(tmp_path / "task")
 
     def run(updates):
-        arguments = ["--attentions", "lln_diag:mix=joint,elu", "--seeds", "3", "--jobs", "2"]
+        arguments = ["--attentions", "lln_diag:mix=joint_offset,elu", "--seeds", "3", "--jobs", "2"]
         arguments += ["--updates", str(updates), "--finetune-updates", "2", "--out", str(tmp_path / "out")]
         arguments += [*SMALL, f"pretrain:task.data={corpus}", f"finetune:task.data={task}"]
         code = compare_attentions.main(arguments)
@@ -144,7 +144,7 @@ def test_concurrent_runs_finish_and_are_not_repeated(tmp_path, capsys, monkeypat
     code, first = run(updates=4)
     assert code == 0
     rows = {line.split()[0]: line.split() for line in first.out.splitlines() if line}
-    assert rows["lln_diag:mix=joint"][-1] == rows["elu"][-1] == "1"
+    assert rows["lln_diag:mix=joint_offset"][-1] == rows["elu"][-1] == "1"
 
     code, second = run(updates=4)
     assert code == 0

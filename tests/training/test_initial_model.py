@@ -27,9 +27,9 @@ def finetune_config():
 
 @pytest.fixture(scope="module")
 def joint_checkpoint(started_run, tmp_path_factory):
-    """Return a checkpoint with mix=joint and block_size=8, another activation and rotary positions."""
+    """Return a checkpoint with mix=joint_offset and block_size=8, another activation and rotary positions."""
     state = torch.load(started_run.checkpoint)
-    state["cfg"]["model"].update(lln_diag_mix="joint", lln_diag_block_size=8, activation_fn="relu", rotary=True)
+    state["cfg"]["model"].update(lln_diag_mix="joint_offset", lln_diag_block_size=8, activation_fn="relu", rotary=True)
     path = tmp_path_factory.mktemp("joint") / "model.pt"
     torch.save(state, path)
     return path
@@ -44,7 +44,7 @@ def test_sizes_and_attention_come_from_checkpoint(joint_checkpoint, finetune_con
         "activation_fn": "relu",
         "rotary": True,
         "attention": "lln_diag",
-        "lln_diag_mix": "joint",
+        "lln_diag_mix": "joint_offset",
         "lln_diag_block_size": 8,
         "max_positions": 512,  # that of the data, because the checkpoint has fewer
     }
@@ -98,7 +98,7 @@ def test_missing_checkpoint_is_an_error(finetune_config):
 def test_resumed_run_does_not_need_the_checkpoint(joint_checkpoint, tmp_path, finetune_config):
     shutil.copy(joint_checkpoint, tmp_path / "checkpoint_last.pt")
     config = finetune_config(f"{START}=missing.pt", f"checkpoint.save_dir={tmp_path}")
-    assert missing_options(config)["lln_diag_mix"] == "joint"
+    assert missing_options(config)["lln_diag_mix"] == "joint_offset"
 
 
 def test_checkpoint_without_configuration_gives_no_options(joint_checkpoint, tmp_path, finetune_config):
@@ -134,7 +134,7 @@ def test_finetuning_repeats_no_option_of_the_checkpoint(joint_checkpoint, tmp_pa
     command = ["glue=sst2", "run=cpu", f"task.data={data}", f"{START}={joint_checkpoint}", "optimization.max_update=1"]
     hydra_train(monkeypatch, *command, recipe="finetune")
     model = torch.load("runs/sst2_lln_diag/checkpoint_last.pt")["cfg"]["model"]
-    assert {**SIZES, "lln_diag_mix": "joint", "activation_fn": "relu"}.items() <= model.items()
+    assert {**SIZES, "lln_diag_mix": "joint_offset", "activation_fn": "relu"}.items() <= model.items()
 
     with pytest.raises(SystemExit):
         hydra_train(monkeypatch, *command, "model=nano", "checkpoint.save_dir=runs/nano", recipe="finetune")

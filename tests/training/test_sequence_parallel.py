@@ -43,7 +43,7 @@ ROOT = Path(__file__).parents[2]
 WORKERS = 4
 SMALL_MODEL = split_options("--arch lln_roberta_tiny --dropout 0 --attention-dropout 0 --batch-size 4")
 DISTRIBUTED = split_options("--distributed-no-spawn --distributed-backend gloo --ddp-backend legacy_ddp")
-LEARNED = split_options("--rotary --lln-diag-gain learned --lln-diag-mix ratio --sample-break-mode eos --clip-norm 0.5")
+LEARNED = split_options("--rotary --lln-diag-gain learned --sample-break-mode eos --clip-norm 0.5")
 SCORED = split_options("--criterion lln_sentence_prediction --probe-interval 2")
 SCORES = {"valid_loss", "valid_accuracy", "valid_f1", "valid_mcc"}
 # For each run: its data, its options, and the number of workers that share a sequence.
@@ -238,7 +238,10 @@ def build_model(*model_options):
     [
         (("--attention", "softmax"), "attention softmax cannot split a sequence across workers"),
         (("--attention", "performer"), "attention performer with .* cannot split a sequence across workers"),
-        (("--lln-diag-mix", "joint"), "attention lln_diag with .*mix=joint.* cannot split a sequence across workers"),
+        (
+            ("--lln-diag-mix", "joint_offset"),
+            "lln_diag with .*mix=joint_offset.* cannot split a sequence across workers",
+        ),
         (("--encoder-layerdrop", 0.2), "does not work with --encoder-layerdrop"),
     ],
 )
