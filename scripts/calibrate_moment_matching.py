@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from lln_fairseq.command import run_main
-from lln_fairseq.ops.moment_matching import TABLE_FILES, simulate_table
+from lln_fairseq.ops.moment_matching import TABLE_FILE, simulate_table
 from scripts.terminal import program_parser
 
 HEAD_DIMS: tuple[int, ...] = (16, 32, 64, 128)
@@ -46,50 +46,32 @@ def write_tables(tables: dict[int, Table], path: Path) -> None:
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def calibrate_tables(constants: str, path: Path, write: bool) -> bool:
-    """Simulate the tables of one kind, print how much they deviate from the shipped ones, and optionally write them.
-
-    Args:
-        constants: "calibrated" (the variance of log P is matched) or "entropy" (the entropy of the rows of P is
-            matched).
-        path: the file of the shipped tables.
-        write: True replaces the file.
+def calibrate(args: argparse.Namespace) -> int:
+    """Simulate all tables, print how much they deviate from the shipped ones, and write them unless --check is given.
 
     Returns:
-        True if every simulated table agrees with the shipped one within TOLERANCE.
+        The exit code: 1 if --check is given and a table deviates by more than TOLERANCE, otherwise 0.
     """
-    shipped = json.loads(path.read_text())
+    shipped = json.loads(TABLE_FILE.read_text())
     tables: dict[int, Table] = {}
     agrees = True
     for dim in HEAD_DIMS:
         table = []
-        for column in simulate_table(dim, TOKENS, HEADS, constants=constants):
+        for column in simulate_table(dim, TOKENS, HEADS):
             table.append([round(value, DIGITS) for value in column])
         tables[dim] = table
         difference = max_deviation(table, shipped[str(dim)])
         if not difference <= TOLERANCE:
             agrees = False
         print(
-            f"{constants}, D = {dim}: at most {difference:.1e} from the shipped table, {TOLERANCE:g} allowed",
+            f"D = {dim}: at most {difference:.1e} from the shipped table, {TOLERANCE:g} allowed",
             flush=True,
         )
-    if write:
-        write_tables(tables, path)
-        print(f"written: {path}")
-    return agrees
-
-
-def calibrate(args: argparse.Namespace) -> int:
-    """Simulate and compare all tables, and replace the shipped ones unless --check is given.
-
-    Returns:
-        The exit code: 1 if --check is given and a table deviates from the shipped one, otherwise 0.
-    """
-    all_agree = True
-    for constants, path in TABLE_FILES.items():
-        agrees = calibrate_tables(constants, path, write=not args.check)
-        all_agree = all_agree and agrees
-    return 1 if args.check and not all_agree else 0
+    if args.check:
+        return 0 if agrees else 1
+    write_tables(tables, TABLE_FILE)
+    print(f"written: {TABLE_FILE}")
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -75,20 +75,12 @@ def linear_spectral_gap(phi_q: Tensor, phi_k: Tensor) -> Tensor:
 def lln_log_variance(sigma_tilde2: Tensor, head_dim: int, constants: str = "calibrated") -> Tensor:
     """Return σ_lln², the s = σ_q²σ_k² for which moment matching chooses σ̃² = α²σ_q² + β²σ_k².
 
-    Moment matching looks up σ̃² for s, and this function does the reverse. With the constants "calibrated", σ_lln² is
-    the variance of log P of LLN attention.
-
-    Args:
-        sigma_tilde2: σ̃², of any shape.
-        head_dim: the number of features of a head.
-        constants: "calibrated" or "entropy" interpolate in the table of that name. "paper" uses the line a σ̃² + b
-            (eq. 34), and 0 where the line is negative.
-
-    Returns: σ_lln² in the shape of sigma_tilde2.
+    With the constants "calibrated", σ_lln² is the variance of log P of LLN attention. With "paper" it is the line
+    a σ̃² + b (eq. 34), and 0 where the line is negative. The result has the shape of sigma_tilde2, which is any.
     """
     if constants == "paper":
         return (PAPER_A * sigma_tilde2 + PAPER_B).clamp_min(0)
-    log_s, log_sigma2 = calibration_table(head_dim, sigma_tilde2.device, constants)
+    log_s, log_sigma2 = calibration_table(head_dim, sigma_tilde2.device)
     return interpolate(sigma_tilde2.log(), log_sigma2, log_s).exp()
 
 

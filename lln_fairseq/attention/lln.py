@@ -22,7 +22,7 @@ class LLNConfig:
     beta: float | None = option(None, "fixed β; needs α too and switches moment matching off")
     constants: str = option(
         "calibrated",
-        "how σ̃² is computed: from a table that matches variances (calibrated) or entropies, or from the paper's line",
+        "how σ̃² is computed: from a simulated table (calibrated), or from the paper's line (paper)",
         CONSTANTS,
     )
     scope: str = option("head", "one α, β for each sequence and head, or one for the whole batch", SCOPES)

@@ -45,9 +45,9 @@ class LLNRobertaConfig(RobertaConfig):
         alpha: fixed factor of the queries; None matches it to softmax's variance.
         beta: fixed factor of the keys; moment matching is used unless both alpha and beta are given.
         scope: "head" measures the standard deviations in each sequence and head, "batch" over the whole batch.
-        constants: the constants of moment matching: "paper", or those of `moment_table`.
+        constants: the constants of moment matching: "calibrated", those of `moment_table`, or "paper".
         gain: "learned" multiplies alpha and beta by learned factors for each head, "none" does not.
-        moment_table: two lists, log s in increasing order and log sigma_tilde^2, for constants other than "paper".
+        moment_table: two lists, log s in increasing order and log sigma_tilde^2, for the constants "calibrated".
         softmax_layers: the layers, counted from 0, that have softmax attention instead; None means no layer.
         **options: the options of RobertaConfig.
     """

@@ -27,14 +27,14 @@ from lln_fairseq.data.special_symbols import BOS, EOS, PAD
 from lln_fairseq.errors import InputError
 from lln_fairseq.models.adapt import EMBEDDING
 from lln_fairseq.modules.encoder import parse_softmax_layers
-from lln_fairseq.ops.moment_matching import TABLE_FILES, calibration_table
+from lln_fairseq.ops.moment_matching import calibration_table
 
 MODELING = "modeling_lln_roberta"
 # The attentions and the values of their options that the modeling file implements.
 MODELING_ATTENTIONS = ("lln", "lln_diag")
 MODELING_OPTIONS = {
     "mix": ("average", "joint_offset"),
-    "constants": ("calibrated", "entropy", "paper"),
+    "constants": ("calibrated", "paper"),
     "gain": ("none", "learned"),
 }
 PURPOSES = ("ForMaskedLM", "ForSequenceClassification")  # suffixes of the class names in transformers
@@ -173,15 +173,14 @@ def _roberta_config(args: Any, sizes: ModelSizes) -> dict[str, Any]:
 def _attention_config(attention: str, options: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
     """Return the part of config.json that the modeling file reads; empty for softmax.
 
-    It holds the attention's options, the calibration table of its constants unless they are the paper's, and
+    It holds the attention's options, the calibration table unless the constants are the paper's, and
     `auto_map`, with which transformers finds the classes.
     """
     if attention == STOCK_ATTENTION:
         return {}
     config: dict[str, Any] = {"model_type": "lln_roberta", "attention": attention, **options}
-    if config["constants"] in TABLE_FILES:
-        table = calibration_table(head_dim, constants=config["constants"])
-        config["moment_table"] = [numbers.tolist() for numbers in table]
+    if config["constants"] != "paper":
+        config["moment_table"] = [numbers.tolist() for numbers in calibration_table(head_dim)]
     config["auto_map"] = {"AutoConfig": f"{MODELING}.LLNRobertaConfig", "AutoModel": f"{MODELING}.LLNRobertaModel"}
     for purpose in PURPOSES:
         config["auto_map"][f"AutoModel{purpose}"] = f"{MODELING}.LLNRoberta{purpose}"

@@ -8,13 +8,13 @@ on σ̃² and the head dimension. Moment matching chooses the σ̃² for which b
 
 Equal variances do not mean equal entropies. The rows of LLN attention are not log-normal, and their entropy is lower
 than that of softmax attention. For heads of dimension 64, the difference is up to 1.5 bits at 256 tokens, 1.7 bits at
-512 tokens and 2.6 bits at 2,048 tokens. With constants="entropy", the entropies of the rows are matched instead.
+512 tokens and 2.6 bits at 2,048 tokens.
 """
 
 import functools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import index
 from pathlib import Path
 
@@ -29,12 +29,8 @@ from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.exchange import Exchange, create_exchange
 
 SCOPES = ("head", "batch")
-# The constants that use a simulated table: "calibrated" matches the variance of log P, "entropy" the row entropy.
-TABLE_FILES = {
-    "calibrated": Path(__file__).with_name("moment_matching_tables.json"),
-    "entropy": Path(__file__).with_name("entropy_matching_tables.json"),
-}
-CONSTANTS = (*TABLE_FILES, "paper")
+CONSTANTS = ("calibrated", "paper")
+TABLE_FILE = Path(__file__).with_name("moment_matching_tables.json")  # of "calibrated", by head dimension
 
 # σ_lln² = a σ̃² + b, the straight line of eq. 34 with the constants of the authors' code. It holds in the range that the
 # paper calls broad, σ̃² in [1, 4] in the units of A.7, and is far off at the s of a newly initialized model.
@@ -68,10 +64,9 @@ def match_moments(
         key_padding_mask: bool (B, N), True = padded, or None. Padding tokens do not count.
         scope: "head" = one α and β for each sequence and head, which do not depend on the other sequences or the length
             of the padding; "batch" = one α and β for the whole tensor, as in the authors' code.
-        constants: "calibrated" matches the variance of log P, with a table simulated for this head dimension; "entropy"
-            matches the entropy of the rows of P, with another such table; "paper" uses the straight line of the paper.
+        constants: "calibrated" uses a table simulated for this head dimension, "paper" the straight line of the paper.
         backend: "triton", "cpu", "torch" or "auto", as in `lln_attention`. The kernels compute only the scope "head"
-            with a table and without a group. In all other cases PyTorch is used, even if a kernel is requested.
+            with the table and without a group. In all other cases PyTorch is used, even if a kernel is requested.
         group: a process group whose workers each hold consecutive tokens of the same sequences, or None. All workers of
             the group must make the call.
 
@@ -86,14 +81,9 @@ def match_moments(
     exchange = create_exchange(group, q)
     if exchange is not None:
         return match_moments_pytorch(q, k, key_padding_mask, scope, constants, exchange=exchange)
-    if (
-        scope != "head"
-        or constants not in TABLE_FILES
-        or q.numel() == 0
-        or is_traced_or_transformed(q, k, key_padding_mask)
-    ):
+    if scope != "head" or constants == "paper" or q.numel() == 0 or is_traced_or_transformed(q, k, key_padding_mask):
         return match_moments_pytorch(q, k, key_padding_mask, scope, constants)
-    table = calibration_table(q.shape[-1], q.device, constants)
+    table = calibration_table(q.shape[-1], q.device)
     return load_backend(backend).match_moments(q.detach(), k.detach(), key_padding_mask, table)
 
 
@@ -140,7 +130,7 @@ def running_moments(
     Args:
         q, k: (B, H, N, D).
         key_padding_mask: bool (B, N), True = padded, or None. Padding tokens do not count.
-        constants: "calibrated", "entropy" or "paper", as in `match_moments`. The scope is "head".
+        constants: "calibrated" or "paper", as in `match_moments`. The scope is "head".
         before: the moments that the call for the earlier tokens returned. None means that there are no earlier tokens.
 
     Returns: α, β and the moments. α and β are (B, H, N) in float32, or in float64 for float64 inputs, without gradient.
@@ -175,7 +165,7 @@ def _alpha_beta(sigma_q: Tensor, sigma_k: Tensor, constants: str, table: Sequenc
 
     Args:
         sigma_q, sigma_k: any shape, which α and β get too.
-        constants: "calibrated", "entropy" or "paper".
+        constants: "calibrated" or "paper".
         table: the vectors log s and log σ̃²; ignored if constants is "paper".
     """
     log_s = 2 * (sigma_q.log() + sigma_k.log())
@@ -278,24 +268,15 @@ def interpolate(x: Tensor, xs: Tensor, ys: Tensor) -> Tensor:
 
 
 @functools.cache
-def calibration_table(
-    head_dim: int, device: torch.device | str = "cpu", constants: str = "calibrated"
-) -> tuple[Tensor, Tensor]:
-    """Return the table of moment matching for a head dimension: the vectors log s and log σ̃², both ascending.
+def calibration_table(head_dim: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    """Return the table of moment matching for a head dimension: the vectors log s and log σ̃², float32 and ascending.
 
     The package contains the tables of common head dimensions. Other tables are simulated at the first call, which takes
     some seconds. The result is cached: do not modify it.
-
-    Args:
-        head_dim: D.
-        device: the device of the result.
-        constants: a key of TABLE_FILES: "calibrated" or "entropy".
-
-    Returns: two float32 vectors of the same length.
     """
     # The cache must hold tensors with data, also if the first call comes while operations are traced.
     with _disable_current_modes():
-        points = _shipped_tables(constants).get(str(head_dim)) or simulate_table(head_dim, constants=constants)
+        points = _shipped_tables().get(str(head_dim)) or simulate_table(head_dim)
         log_s, log_sigma2 = (torch.tensor(x, dtype=torch.float32, device=device) for x in points)
         return log_s, log_sigma2
 
@@ -309,15 +290,15 @@ def _table_for(q: Tensor, constants: str) -> Sequence[Tensor]:
     if constants == "paper":
         return ()
     if not is_traced_or_transformed(q):
-        return calibration_table(q.shape[-1], q.device, constants)
+        return calibration_table(q.shape[-1], q.device)
     head_dim = index(q.shape[-1])  # while tracing, a size is a tensor or a symbol
-    return [torch.tensor(x, dtype=torch.float32, device=q.device) for x in _table_as_numbers(head_dim, constants)]
+    return [torch.tensor(x, dtype=torch.float32, device=q.device) for x in _table_as_numbers(head_dim)]
 
 
-def _table_as_numbers(head_dim: int, constants: str) -> list[list[float]]:
+def _table_as_numbers(head_dim: int) -> list[list[float]]:
     """Return the result of `calibration_table` as lists of numbers, which torch.compile treats as constants."""
     with _disable_current_modes():
-        return [x.tolist() for x in calibration_table(head_dim, constants=constants)]
+        return [x.tolist() for x in calibration_table(head_dim)]
 
 
 # This marks the function as torch.compiler.assume_constant_result does, which would import the compiler for seconds.
@@ -325,9 +306,9 @@ _table_as_numbers.__dict__["_dynamo_marked_constant"] = True
 
 
 @functools.cache
-def _shipped_tables(constants: str) -> dict[str, list[list[float]]]:
+def _shipped_tables() -> dict[str, list[list[float]]]:
     """Load the tables of the package: a dict from the head dimension, as a string, to the lists log s and log σ̃²."""
-    return json.loads(TABLE_FILES[constants].read_text())
+    return json.loads(TABLE_FILE.read_text())
 
 
 def log_softmax_matrix(x: Tensor, y: Tensor, s: float) -> Tensor:
@@ -360,41 +341,23 @@ def log_variance(log_p: Tensor) -> float:
     return log_p.var(dim=(1, 2)).mean().item()
 
 
-def missing_entropy(log_p: Tensor) -> float:
-    """Return ln N - H in nats, averaged over the rows of log P (H, N, N), where H is the entropy of a row.
-
-    This is the Kullback-Leibler divergence of the row from the uniform distribution.
-    """
-    return (log_p.exp() * (log_p + math.log(log_p.shape[-1]))).sum(dim=-1).mean().item()
-
-
-MEASURES: dict[str, Callable[[Tensor], float]] = {"calibrated": log_variance, "entropy": missing_entropy}
-
-
-def simulate_table(
-    head_dim: int, tokens: int = 1024, heads: int = 4, seed: int = 0, constants: str = "calibrated"
-) -> tuple[list[float], list[float]]:
-    """Find, for several s, the σ̃² for which LLN attention is as concentrated as softmax attention, by simulation.
+def simulate_table(head_dim: int, tokens: int = 1024, heads: int = 4, seed: int = 0) -> tuple[list[float], list[float]]:
+    """Find, for several s, the σ̃² for which log P has the same variance with LLN as with softmax, by simulation.
 
     Both attentions get the same random queries and keys, (heads, tokens, head_dim) from N(0, 1). The number of tokens
-    matters little: from 512 to 2048 tokens, the variances of log P change by at most 4% for s up to 16. With the
-    constants "entropy", log σ̃² falls by about 0.05 or less.
-
-    Args:
-        head_dim, tokens, heads: the sizes of the simulated queries and keys.
-        seed: the same seed gives the same result.
-        constants: "calibrated" makes the variance of log P equal, "entropy" the mean entropy of the rows.
+    matters little: from 512 to 2048 tokens, the variances of log P change by at most 4% for s up to 16.
 
     Returns: log s, S_POINTS values in ascending order over S_RANGE, and log σ̃² for each of them.
     """
-    measure = MEASURES[constants]
     generator = torch.Generator().manual_seed(seed)
     x, y = torch.randn(2, heads, tokens, head_dim, generator=generator, dtype=torch.float32, device="cpu")
     log_s = torch.linspace(math.log(S_RANGE[0]), math.log(S_RANGE[1]), S_POINTS, dtype=torch.float64, device="cpu")
-    targets = torch.tensor([measure(log_softmax_matrix(x, y, math.exp(point))) for point in log_s], dtype=torch.float64)
-    # The measures grow by less than σ̃⁴ and by more than σ̃²/100 here, so this range holds every solution.
+    targets = torch.tensor(
+        [log_variance(log_softmax_matrix(x, y, math.exp(point))) for point in log_s], dtype=torch.float64
+    )
+    # The variances grow by less than σ̃⁴ and by more than σ̃²/100 here, so this range holds every solution.
     log_sigma2 = torch.linspace(math.log(1e-1), math.log(1.2e2), 2 * S_POINTS, dtype=torch.float64)
     reached = torch.tensor(
-        [measure(log_lln_matrix(x, y, math.exp(point))) for point in log_sigma2], dtype=torch.float64
+        [log_variance(log_lln_matrix(x, y, math.exp(point))) for point in log_sigma2], dtype=torch.float64
     )
     return log_s.tolist(), interpolate(targets.log(), reached.log(), log_sigma2).tolist()

@@ -115,7 +115,6 @@ GLOBAL = ("--lln-diag-mix", "joint_offset", "--lln-diag-block-size", 8)
 LLN_MODELS = {
     "lln": (),
     "lln fixed": ("--lln-alpha", 1.5, "--lln-beta", 2.0),
-    "lln entropy": ("--lln-constants", "entropy"),
     "lln paper": ("--lln-constants", "paper"),
     "lln_diag": (),
     "lln_diag batch": ("--lln-diag-scope", "batch"),

@@ -60,7 +60,7 @@ def compiler():
         ("lln", {}, "aot_eager"),
         ("lln_diag", {}, "inductor"),
         ("lln_diag", {"mix": "joint_offset", "block_size": 16}, "aot_eager"),
-        ("lln_diag", {"constants": "entropy"}, "aot_eager"),
+        ("lln_diag", {"constants": "paper"}, "aot_eager"),
         ("lln", {"scope": "batch", "gain": "learned"}, "aot_eager"),
         ("block_diag", {}, "aot_eager"),
     ],

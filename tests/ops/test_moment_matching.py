@@ -1,6 +1,5 @@
-"""α and β: the variances and entropies that they match, what they depend on, and the shipped tables."""
+"""α and β: the variances that they match, what they depend on, and the shipped table."""
 
-import itertools
 import math
 
 import pytest
@@ -16,17 +15,12 @@ def scale_inputs(q, k, s):
     return 3 * math.sqrt(s) * q, k / 3
 
 
-def matched_matrix(q, k, constants="calibrated"):
+def matched_matrix(q, k):
     """Return the matrix of LLN attention with matched α and β."""
-    alpha, beta = mm.match_moments(q, k, constants=constants)
+    alpha, beta = mm.match_moments(q, k)
     phi_q = (reference.per_head(alpha, q) * q).exp()
     phi_k = (reference.per_head(beta, k) * k).exp()
     return reference.kernel_matrix(phi_q, phi_k)
-
-
-def entropy_in_bits(p):
-    """Return the mean entropy of the rows of p."""
-    return -torch.special.xlogy(p, p).sum(dim=-1).mean().item() / math.log(2)
 
 
 @pytest.mark.parametrize("dim", with_representatives(HEAD_DIMS, 64))
@@ -39,44 +33,14 @@ def test_matched_variance_is_within_5_percent_of_softmax(dim):
         assert abs(lln / softmax - 1) < 0.05, f"s = {s}"
 
 
-@pytest.mark.parametrize("dim", with_representatives(HEAD_DIMS, 64))
-def test_matched_entropy_is_that_of_softmax(dim):
-    """The tolerance is 10 % of the difference between softmax's entropy and log2 N: the sampling error of eight heads.
-
-    Where the variances are matched instead, the error is much larger.
-    """
-    q, k, _ = random_qkv(batch=1, heads=8, length=1024, dim=dim, dtype=torch.float64, seed=dim + 1)
-
-    entropy_gaps = {}
-    variance_gaps = {}
-    for s in (0.05, 0.5, 2.0, 8.0, 14.0):
-        scaled_q, scaled_k = scale_inputs(q, k, s)
-        softmax = entropy_in_bits(reference.softmax_matrix(scaled_q, scaled_k))
-        entropy_gaps[s] = softmax - entropy_in_bits(matched_matrix(scaled_q, scaled_k, "entropy"))
-        variance_gaps[s] = softmax - entropy_in_bits(matched_matrix(scaled_q, scaled_k, "calibrated"))
-        assert abs(entropy_gaps[s]) < 0.1 * (math.log2(1024) - softmax), f"s = {s}"
-
-    for s in (0.5, 2.0, 8.0, 14.0):
-        assert abs(entropy_gaps[s]) < variance_gaps[s] / 2
-    assert variance_gaps[8.0] > 1
-
-
-def test_backends_agree_for_every_table():
+def test_backends_agree():
     q, k, _ = random_qkv(length=70, dim=32)
     mask = random_padding(2, 70)
-    for constants in mm.TABLE_FILES:
-        expected = mm.match_moments(q, k, mask, constants=constants, backend="torch")
-        for backend in ("auto", "triton"):
-            actual = mm.match_moments(q, k, mask, constants=constants, backend=backend)
-            for x, y in zip(actual, expected, strict=True):
-                torch.testing.assert_close(x, y, rtol=1e-4, atol=0)
-
-
-def test_tables_differ():
-    q, k, _ = random_qkv(length=70, dim=32)
-    calibrated, _ = mm.match_moments(q, k)
-    entropy, _ = mm.match_moments(q, k, constants="entropy")
-    assert not torch.allclose(calibrated, entropy, rtol=0.01)
+    expected = mm.match_moments(q, k, mask, backend="torch")
+    for backend in ("auto", "triton"):
+        actual = mm.match_moments(q, k, mask, backend=backend)
+        for x, y in zip(actual, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=0)
 
 
 def test_paper_constants_follow_the_papers_line():
@@ -134,17 +98,16 @@ def test_alpha_and_beta_are_finite_and_positive(scale):
 
 
 def test_tables_are_monotone():
-    for dim, constants in itertools.product(HEAD_DIMS, mm.TABLE_FILES):
-        log_s, log_sigma2 = mm.calibration_table(dim, constants=constants)
+    for dim in HEAD_DIMS:
+        log_s, log_sigma2 = mm.calibration_table(dim)
         assert (log_s.diff() > 0).all()
         assert (log_sigma2.diff() > 0).all()
 
 
-@pytest.mark.parametrize("constants", mm.TABLE_FILES)
-def test_smaller_simulation_reproduces_shipped_table(constants):
+def test_smaller_simulation_reproduces_shipped_table():
     """It has another seed, so it differs by the sampling error."""
-    log_s, log_sigma2 = mm.simulate_table(32, tokens=512, heads=8, seed=5, constants=constants)
-    shipped_log_s, shipped_log_sigma2 = mm.calibration_table(32, constants=constants)
+    log_s, log_sigma2 = mm.simulate_table(32, tokens=512, heads=8, seed=5)
+    shipped_log_s, shipped_log_sigma2 = mm.calibration_table(32)
     assert (torch.tensor(log_s) - shipped_log_s).abs().max() < 1e-4
     assert (torch.tensor(log_sigma2) - shipped_log_sigma2).abs().max() < 0.1
 
@@ -152,7 +115,7 @@ def test_smaller_simulation_reproduces_shipped_table(constants):
 def test_table_of_another_head_dimension_is_simulated_once(monkeypatch):
     simulated = []
 
-    def simulate(dim, constants):
+    def simulate(dim):
         simulated.append(dim)
         return [0.0, 1.0], [0.5, 1.5]
 
@@ -171,5 +134,5 @@ def test_unknown_settings_are_rejected():
     q, k, _ = random_qkv(length=3)
     with pytest.raises(ValueError, match="choose from head, batch"):
         mm.match_moments(q, k, scope="layer")
-    with pytest.raises(ValueError, match="choose from calibrated, entropy, paper"):
+    with pytest.raises(ValueError, match="choose from calibrated, paper"):
         mm.match_moments(q, k, constants="mine")
