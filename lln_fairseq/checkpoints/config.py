@@ -25,10 +25,9 @@ from lln_fairseq.errors import InputError, first_line
 OURS = "lln_roberta"
 STOCK = "roberta"
 STOCK_ATTENTION = "softmax"  # the attention of fairseq's RoBERTa, which has no option for it
-LANGUAGE_MODELS = ("lln_transformer_lm", "transformer_lm")
 KNOWN = {  # the presets of these models (roberta_large, ...) are known too
-    "model": (OURS, STOCK, *LANGUAGE_MODELS),
-    "task": ("lln_language_modeling", "lln_masked_lm", "lln_sentence_prediction", "masked_lm", "sentence_prediction"),
+    "model": (OURS, STOCK),
+    "task": ("lln_masked_lm", "lln_sentence_prediction", "masked_lm", "sentence_prediction"),
     "criterion": ("lln_sentence_prediction", "masked_lm", "sentence_prediction"),
 }
 NAME_ARGUMENTS = {"model": "arch", "task": "task", "criterion": "criterion"}  # the arguments with the names
@@ -41,11 +40,7 @@ PLAIN_TYPES = (str, int, float, bool, type(None))
 SIZE_OPTIONS = {
     "encoder_embed_dim": ("embed_tokens.weight", 1),
     "encoder_ffn_embed_dim": ("layers.0.fc1.weight", 0),
-    "decoder_embed_dim": ("layers.0.fc1.weight", 1),  # not embed_tokens, whose width may differ
-    "decoder_ffn_embed_dim": ("layers.0.fc1.weight", 0),
 }
-# Options for embeddings that fairseq evaluates as Python code. No checkpoint may use them.
-EVALUATED = ("character_embeddings", "adaptive_input", "adaptive_softmax_cutoff")
 
 
 def checked_config(state: Mapping[str, Any], path: str) -> DictConfig:
@@ -194,8 +189,6 @@ def _checked_group(group: str, stored: Mapping[str, Any], path: str) -> dict[str
     schema = OmegaConf.structured(_dataclass(group, registered_name))
     values = {key: value for key, value in stored.items() if key in schema._content and value is not None}
     for key, value in values.items():
-        if group == "model" and key in EVALUATED and value:
-            raise InputError(f"{path}: the model's option {key} is not supported: fairseq evaluates it as Python code")
         if not is_plain(value):
             raise InputError(f"{path}: the {group}'s option {key} is not a plain value: {str(value)[:80]!r}")
     try:
@@ -224,26 +217,20 @@ def _dataclass(group: str, name: str) -> type:
     return REGISTRIES[group]["dataclass_registry"][name]
 
 
-def parameter_sizes(parameters: Mapping[str, Any], side: str = "encoder") -> dict[str, int]:
-    """Return the sizes in SIZE_OPTIONS and the number of layers that a model's parameters have, by option.
-
-    Args:
-        parameters: parameters by name
-        side: "encoder" for a RoBERTa, "decoder" for a language model
-    """
-    stack = _layer_stack(parameters, side)
+def parameter_sizes(parameters: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes in SIZE_OPTIONS and the number of layers that a RoBERTa's parameters have, by option."""
+    stack = _layer_stack(parameters)
     sizes = {}
     for option, (key, axis) in SIZE_OPTIONS.items():
-        if option.startswith(side) and key in stack and stack[key].dim() > axis:
+        if key in stack and stack[key].dim() > axis:
             sizes[option] = stack[key].shape[axis]
-    sizes[f"{side}_layers"] = len({key.split(".")[1] for key in stack if key.startswith("layers.")})
+    sizes["encoder_layers"] = len({key.split(".")[1] for key in stack if key.startswith("layers.")})
     return sizes
 
 
-def _layer_stack(parameters: Mapping[str, Any], side: str) -> dict[str, Any]:
-    """Return the parameters with the part of their names that follows the name of the encoder or decoder."""
-    prefix = "sentence_encoder." if side == "encoder" else "decoder."
-    return {key.rpartition(prefix)[2]: value for key, value in parameters.items()}
+def _layer_stack(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters with the part of their names that follows the name of the encoder."""
+    return {key.rpartition("sentence_encoder.")[2]: value for key, value in parameters.items()}
 
 
 def _check_sizes(options: Mapping[str, Any], parameters: Mapping[str, Any], path: str) -> int | None:
@@ -252,15 +239,12 @@ def _check_sizes(options: Mapping[str, Any], parameters: Mapping[str, Any], path
     Returns: the number of positions in the positional table, or None if there is no table
     Raises: InputError if an option does not fit the parameters.
     """
-    side = "encoder"
-    if _registered_name("model", options["_name"]) in LANGUAGE_MODELS:
-        side = "decoder"
-    for option, size in parameter_sizes(parameters, side).items():
-        if option == f"{side}_layers" and options.get(f"{side}_layers_to_keep"):
+    for option, size in parameter_sizes(parameters).items():
+        if option == "encoder_layers" and options.get("encoder_layers_to_keep"):
             continue
         if options.get(option) not in (None, size):
             raise InputError(f"{path}: {option} is {options[option]}, but its parameters have {size}")
-    rows = len(_layer_stack(parameters, side).get("embed_positions.weight", ()))
+    rows = len(_layer_stack(parameters).get("embed_positions.weight", ()))
     if rows and (options.get("max_positions") or 0) > rows:
         raise InputError(
             f"{path}: max_positions is {options['max_positions']}, but its positional table has {rows} rows"

@@ -18,7 +18,6 @@ DETAILS: dict[str, tuple[str, ...]] = {
     "fairseq.data.iterators": (),
     "fairseq.models.roberta.model": (),
     "fairseq.tasks.fairseq_task": (),
-    "fairseq.tasks.language_modeling": (),
     "fairseq.tasks.masked_lm": (),
     "fairseq.tasks.sentence_prediction": (),
     "fairseq.trainer": (

@@ -14,7 +14,6 @@ from torch import Tensor
 
 import lln_fairseq.tasks  # noqa: F401  registers the models, tasks and criterions of this package
 from lln_fairseq.checkpoints.compatibility import check_dictionary, check_labels
-from lln_fairseq.checkpoints.config import LANGUAGE_MODELS, stored_options
 from lln_fairseq.checkpoints.reading import check_weights, load_checkpoint
 from lln_fairseq.checkpoints.run_tokenizer import directories, has_dictionary
 from lln_fairseq.errors import InputError, first_line
@@ -39,15 +38,13 @@ def load_model(checkpoint: str, data: str | None = None, dictionaries_only: bool
         The model and the task.
 
     Raises:
-        InputError: if the checkpoint is missing, damaged or a language model, its weights are not finite numbers, or
+        InputError: if the checkpoint is missing or damaged, its weights are not finite numbers, or
             the data's dictionaries are missing, or its dictionary or labels differ from the checkpoint's.
     """
     overrides: dict[str, Any] = {"cpu": not torch.cuda.is_available()}
     if data:
         overrides["data"] = data
     state = load_checkpoint(checkpoint, overrides)
-    if stored_options(state)["model"].get("_name") in LANGUAGE_MODELS:
-        raise InputError(f"{checkpoint} holds a language model: score it with fairseq-eval-lm")
     check_weights(state["model"], checkpoint)
     task_config = state["cfg"].task
     directory = os.path.dirname(os.path.abspath(checkpoint))

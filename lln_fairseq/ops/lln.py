@@ -9,8 +9,7 @@ linear in N. The columns of W are distributions over the tokens, and the rows of
 so no divisor is ever 0.
 
 Numerical range: results and gradients are finite as long as |α q| and |β k| are below 1e9 and q·k and v are finite in
-float32. If α and β come from moment matching, this holds for |q| and |k| up to 1e15. The causal form in float32 also
-needs |v| below 1e28.
+float32. If α and β come from moment matching, this holds for |q| and |k| up to 1e15.
 
 NaN and padding: NaN and infinity never spread from one head to another. Values at padding positions never influence the
 other tokens (padding.py).
@@ -23,7 +22,6 @@ from torch.distributed import ProcessGroup
 from lln_fairseq.ops.autograd import hybrid_attention
 from lln_fairseq.ops.backends import HybridSpec, choose_backend
 from lln_fairseq.ops.block_diag import block_diag_attention
-from lln_fairseq.ops.causal import causal_attention, scale_inputs
 from lln_fairseq.ops.checks import check_block_size, check_dropout, check_inputs, per_head
 from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.exchange import create_exchange
@@ -45,7 +43,6 @@ def lln_attention(
     scope: str = "head",
     constants: str = "calibrated",
     group: ProcessGroup | None = None,
-    causal: bool = False,
 ) -> Tensor:
     """Compute LLN attention (paper, eq. 8): Σ_j <e^{αq_i}, e^{βk_j}> v_j / Σ_l <e^{αq_i}, e^{βk_l}>.
 
@@ -65,31 +62,16 @@ def lln_attention(
             the result have only this worker's tokens. All workers of the group must make the call and its backward
             pass. The gradients of α and β are this worker's terms of a sum over the workers. The amount of data that
             the workers exchange does not depend on the number of tokens.
-        causal: if True, token i attends only to the tokens up to i, and the result is 0 before the first token that is
-            not padding. This form runs in PyTorch on every device, and only without a group. If alpha and beta are
-            None, they are matched to the whole sequence, so that later tokens influence earlier ones. A language model
-            needs one α and β per token instead: call `running_moments`, `causal.scale_inputs` and
-            `causal.causal_attention`.
 
     Returns: (B, H, N, D) in the dtype of q. If batch and heads of q can be viewed as one dimension, the result has the
         memory layout of q. It can be differentiated any number of times, with a group only once.
-    Raises: ValueError if an argument is invalid, if the backend cannot run on these tensors, or if causal is combined
-        with a group or with another backend than "auto" or "torch".
+    Raises: ValueError if an argument is invalid, or if the backend cannot run on these tensors.
     """
     check_inputs(q, k, v, key_padding_mask)
     exchange = create_exchange(group, q)
     if exchange is None:
         group = None
     alpha, beta = _resolve_alpha_beta(alpha, beta, q, k, key_padding_mask, scope, constants, group)
-    if causal:
-        if exchange is not None:
-            raise ValueError("causal attention cannot be computed over several workers: call it without a group")
-        if backend not in ("auto", "torch"):
-            raise ValueError(f"backend of causal attention must be auto or torch, got '{backend}'")
-        if alpha is None or beta is None:
-            alpha, beta = match_moments(q, k, key_padding_mask)
-        x, y, values = scale_inputs(q, k, v, alpha[..., None], beta[..., None], key_padding_mask)
-        return causal_attention(x, y, values).to(q.dtype)
     backend = choose_backend(backend, q, None, k, v, alpha, beta, key_padding_mask)
     spec = HybridSpec(lln_weight=1.0, diag_weight=0.0, exchange=exchange)
     return hybrid_attention(q, k, v, alpha, beta, key_padding_mask, spec, backend)

@@ -76,7 +76,8 @@ def match_moments(
     check_inputs(q, k, k, key_padding_mask)
     if scope not in SCOPES:
         raise ValueError(f"unknown scope '{scope}', choose from {', '.join(SCOPES)}")
-    _check_constants(constants)
+    if constants not in CONSTANTS:
+        raise ValueError(f"unknown constants '{constants}', choose from {', '.join(CONSTANTS)}")
     backend = choose_backend(backend, q, None, k, key_padding_mask)
     exchange = create_exchange(group, q)
     if exchange is not None:
@@ -112,52 +113,6 @@ def match_moments_pytorch(
         table = _table_for(q, constants)
     sigma_q, sigma_k = standard_deviations((q, k), key_padding_mask, scope, exchange)
     return _alpha_beta(sigma_q, sigma_k, constants, table)
-
-
-@torch.no_grad()
-def running_moments(
-    q: Tensor,
-    k: Tensor,
-    key_padding_mask: Tensor | None = None,
-    constants: str = "calibrated",
-    before: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute α_i and β_i for every token i by moment matching over the tokens up to i, for causal attention.
-
-    P_ij is then proportional to <e^{α_i q_i}, e^{β_j k_j}>: α belongs to the query and β to the key. So the sums over
-    the keys can be updated token by token.
-
-    Args:
-        q, k: (B, H, N, D).
-        key_padding_mask: bool (B, N), True = padded, or None. Padding tokens do not count.
-        constants: "calibrated" or "paper", as in `match_moments`. The scope is "head".
-        before: the moments that the call for the earlier tokens returned. None means that there are no earlier tokens.
-
-    Returns: α, β and the moments. α and β are (B, H, N) in float32, or in float64 for float64 inputs, without gradient.
-        The moments of all tokens so far are (B, H, 6) in float64: the number of elements, their sum and the sum of
-        their squares, first for q and then for k. If N = 0, the moments are `before`, or zeros.
-    Raises: ValueError if an argument is invalid.
-    """
-    check_inputs(q, k, k, key_padding_mask)
-    _check_constants(constants)
-    token_moments = torch.cat([_token_moments(q, key_padding_mask), _token_moments(k, key_padding_mask)])
-    moments = token_moments.cumsum(dim=-1)  # (6, B, H, N)
-    if before is not None:
-        moments = moments + before.movedim(-1, 0)[..., None]
-    dtype = compute_dtype(q.dtype)
-    sigma_q = _standard_deviation(moments[:3]).to(dtype)
-    sigma_k = _standard_deviation(moments[3:]).to(dtype)
-    alpha, beta = _alpha_beta(sigma_q, sigma_k, constants, _table_for(q, constants))
-    if q.shape[2]:
-        return alpha, beta, moments[..., -1].movedim(0, -1)
-    if before is not None:
-        return alpha, beta, before
-    return alpha, beta, moments.new_zeros(*q.shape[:2], len(moments))
-
-
-def _check_constants(constants: str) -> None:
-    if constants not in CONSTANTS:
-        raise ValueError(f"unknown constants '{constants}', choose from {', '.join(CONSTANTS)}")
 
 
 def _alpha_beta(sigma_q: Tensor, sigma_k: Tensor, constants: str, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

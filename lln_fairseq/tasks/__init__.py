@@ -8,7 +8,6 @@ from typing import Any
 
 from lln_fairseq import criterions, models  # noqa: F401  imported to register their classes
 from lln_fairseq.fairseq_compat import patches
-from lln_fairseq.tasks.language_modeling import LLNLanguageModelingTask
 from lln_fairseq.tasks.masked_lm import LLNMaskedLMTask
 from lln_fairseq.tasks.sentence_prediction import LLNSentencePredictionTask
 from lln_fairseq.training import worker
@@ -25,4 +24,4 @@ def run_worker(main: Callable, cfg: Any, **kwargs: Any) -> Any:
 
 patches.install(run_worker)
 
-__all__ = ["LLNLanguageModelingTask", "LLNMaskedLMTask", "LLNSentencePredictionTask"]
+__all__ = ["LLNMaskedLMTask", "LLNSentencePredictionTask"]

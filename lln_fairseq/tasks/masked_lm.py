@@ -1,16 +1,19 @@
 """Masked language modeling: fairseq's task, with errors where it would fail silently or lose text."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from fairseq import utils
 from fairseq.data import BaseWrapperDataset, PrependTokenDataset, TokenBlockDataset, data_utils
 from fairseq.data.shorten_dataset import maybe_shorten_dataset
 from fairseq.tasks import register_task
 from fairseq.tasks.masked_lm import MaskedLMConfig, MaskedLMTask
 
+from lln_fairseq.data.checks import check_lines, require_same_symbols
 from lln_fairseq.data.split_lines import SplitLines
-from lln_fairseq.errors import InputError
-from lln_fairseq.tasks.text import TextTask
+from lln_fairseq.errors import InputError, input_errors
+from lln_fairseq.training.hooked_task import HookedTask, require_files
 from lln_fairseq.training.options import TrainingOptions
 
 
@@ -20,7 +23,7 @@ class LLNMaskedLMConfig(TrainingOptions, MaskedLMConfig):
 
 
 @register_task("lln_masked_lm", dataclass=LLNMaskedLMConfig)
-class LLNMaskedLMTask(TextTask, MaskedLMTask):
+class LLNMaskedLMTask(HookedTask, MaskedLMTask):
     """The task lln_masked_lm: predict masked tokens.
 
     No sample has more than tokens_per_sample tokens. In every sample_break_mode, a line that is too long continues in
@@ -29,16 +32,17 @@ class LLNMaskedLMTask(TextTask, MaskedLMTask):
 
     @classmethod
     def setup_task(cls, cfg: LLNMaskedLMConfig, **kwargs: Any) -> "LLNMaskedLMTask":
-        """Set up the task.
-
-        Raises: InputError if dict.txt is missing or damaged in a data directory, or differs between directories. Also
-            if tokens_per_sample is below 3, or if mask_whole_words is set, because fairseq's task fails with it.
-        """
+        """Set up the task. All data directories must have the same dict.txt."""
         if cfg.mask_whole_words:
             raise InputError("mask_whole_words does not work in fairseq's masked_lm: leave it out")
         if cfg.tokens_per_sample < 3:  # <s>, and the two tokens that SplitLines needs for a piece of a line
             raise InputError(f"tokens_per_sample must be at least 3, got {cfg.tokens_per_sample}")
-        return super().setup_task(cfg, **kwargs)
+        directories = utils.split_paths(cfg.data)
+        for directory in directories:
+            require_files(directory, "dict.txt")
+        require_same_symbols(*(Path(directory, "dict.txt") for directory in directories))
+        with input_errors():
+            return super().setup_task(cfg, **kwargs)
 
     def too_long_advice(self, limit: int) -> str:
         """Return the options with which no sample has more than `limit` tokens, or more are allowed."""
@@ -61,19 +65,17 @@ class LLNMaskedLMTask(TextTask, MaskedLMTask):
         )
 
     def _load_dataset_split(self, split: str, epoch: int, combine: bool) -> BaseWrapperDataset:
-        """Return the samples of a split before masking. Each sample begins with <s>. fairseq's load_dataset calls this.
+        """Return the samples of a split before masking, each with <s> in front. fairseq's load_dataset calls this.
 
-        Args:
-            split: the name of the split.
-            epoch: the epoch, from 1, which selects one of several data directories.
-            combine: append the data of split1, split2, ...
-
-        Raises: InputError if the files of the split are missing or damaged, or do not fit the dictionary.
+        With several data directories, the epochs, from 1, use them in turn. `combine` appends split1, split2, ...
         """
         cfg = self.cfg
         dictionary = self.source_dictionary
         limit = cfg.tokens_per_sample - 1  # leaves room for <s>
-        prefix = self.checked_prefix(split, epoch, combine)
+        directories = utils.split_paths(cfg.data)
+        directory = directories[(epoch - 1) % len(directories)]
+        prefix = f"{directory}/{split}"
+        check_lines(prefix, Path(directory, "dict.txt"), combine)
         lines = data_utils.load_indexed_dataset(prefix, dictionary, combine=combine)
         if lines is None:
             raise InputError(f"cannot load split '{split}': {prefix}.idx is missing")

@@ -19,7 +19,6 @@ from omegaconf import DictConfig
 
 from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.checkpoints.config import (
-    LANGUAGE_MODELS,
     STOCK,
     STOCK_ATTENTION,
     plain_config,
@@ -226,8 +225,7 @@ def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
     - the options of each group in MAY_CHANGE, without the options listed there and without the options of mechanisms
       that the model does not use
-    - "model._name" of a language model, or "model.attention" of fairseq's own RoBERTa. These models have no option
-      `attention`.
+    - "model.attention" of fairseq's own RoBERTa, which has no such option
     - the options in COMPARED
     - the size of an update, see `_update_size`
 
@@ -246,11 +244,7 @@ def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             if key not in ignored:
                 yield f"{group}.{key}", value
     name = plain_options(config.get("model")).get("_name")
-    # The attention of these models follows from their name, and models with different attentions can have the same
-    # parameters.
-    if name in LANGUAGE_MODELS:
-        yield "model._name", name
-    elif str(name).startswith(STOCK):
+    if str(name).startswith(STOCK):
         yield "model.attention", STOCK_ATTENTION
     for group, keys in COMPARED.items():
         options = plain_options(config.get(group))

@@ -51,7 +51,6 @@ RANGES = {
 NOT_TRAINABLE = {
     "model.spectral_norm_classification_head": "its checkpoints cannot be loaded. Leave it out",
     "model.encoder_layers_to_keep": "its checkpoints would record all layers. Set model.encoder_layers instead",
-    "model.decoder_layers_to_keep": "its checkpoints would record all layers. Set model.decoder_layers instead",
 }
 # Metrics that select the best checkpoint, of fairseq's criterions and of this package's.
 LOWER_IS_BETTER = ("loss", "nll_loss", "ppl")

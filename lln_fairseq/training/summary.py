@@ -74,12 +74,9 @@ def _data(cfg: Any, task: Any) -> str:
 
 def _model(cfg: Any, model: Any) -> str:
     options = getattr(model, "args", None) or cfg.model
-    side = "encoder"
-    if not hasattr(options, "encoder_layers"):
-        side = "decoder"
     sizes = []
     for size in ("layers", "embed_dim", "attention_heads"):
-        sizes.append(getattr(options, f"{side}_{size}", "?"))
+        sizes.append(getattr(options, f"encoder_{size}", "?"))
     text = f"{cfg.model._name}: layers {sizes[0]}, width {sizes[1]}, heads {sizes[2]}"
     start = cfg.checkpoint.finetune_from_model
     if start:
@@ -92,7 +89,7 @@ def _attention(cfg: Any, model: Any) -> str:
     options = getattr(model, "args", None) or cfg.model
     name = getattr(options, "attention", None)
     if name is None:
-        return "causal lln" if cfg.model._name == "lln_transformer_lm" else STOCK_ATTENTION
+        return STOCK_ATTENTION
     words = [str(name)]
     plain = plain_options(options)
     for key, value in attention_options(name, options).items():

@@ -2,7 +2,6 @@
 
     python -m scripts.benchmarks.attention --lengths 512 2048 8192 16384 --json out.json --png out.png
     python -m scripts.benchmarks.attention --attentions lln_diag lln_diag:mix=joint_offset
-    python -m scripts.benchmarks.attention --attentions lln causal_lln causal_sdpa
 
 SDPA is torch's scaled_dot_product_attention. For each length, all attentions are timed in turn, repeat by repeat, so
 that a noisy machine slows all of them alike. The table shows the medians. Peak memory is reported by torch on a GPU; on
@@ -29,7 +28,6 @@ from torch import Tensor
 from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
 from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import run_main
-from lln_fairseq.ops.lln import lln_attention
 from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.benchmarks.meter import (
     OutOfMemory,
@@ -45,11 +43,6 @@ from scripts.terminal import aligned, at_least_one, output_file, program_parser
 
 SDPA = "sdpa"
 LONG = 2048  # the growth of the times is measured from this number of tokens
-# The registry has no causal attentions: encoders do not use them.
-CAUSAL = {
-    "causal_sdpa": functools.partial(F.scaled_dot_product_attention, is_causal=True),
-    "causal_lln": functools.partial(lln_attention, alpha=2.0, beta=2.0, causal=True),
-}
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -78,7 +71,7 @@ def attention_function(name: str, args: argparse.Namespace) -> Callable[[Tensor,
     """Return an attention as a function of q, k and v that returns the output.
 
     Args:
-        name: "sdpa", a key of CAUSAL, or the spec of a registered attention, which is built in evaluation mode.
+        name: "sdpa", or the spec of a registered attention, which is built in evaluation mode.
         args: the command line.
 
     Raises:
@@ -86,8 +79,6 @@ def attention_function(name: str, args: argparse.Namespace) -> Callable[[Tensor,
     """
     if name == SDPA:
         return F.scaled_dot_product_attention
-    if name in CAUSAL:
-        return CAUSAL[name]
     registered_name, options = parse_attention_spec(name)
     sizes = {"num_heads": args.heads, "head_dim": args.head_dim, "max_positions": max(args.lengths)}
     attention = build_attention(registered_name, **sizes, **options)
@@ -264,7 +255,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         nargs="+",
         metavar="ROW",
         default=sorted(ATTENTION_REGISTRY),
-        help=f"NAME, NAME:OPTION=VALUE,OPTION=VALUE or {', '.join(CAUSAL)} (default: all registered attentions)",
+        help="NAME or NAME:OPTION=VALUE,OPTION=VALUE (default: all registered attentions)",
     )
     parser.add_argument("--lengths", nargs="+", type=at_least_one, default=[512, 1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--tokens", type=int, default=1, help="tokens per batch at every length (default: 1 sequence)")

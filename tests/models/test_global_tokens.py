@@ -11,7 +11,6 @@ from lln_fairseq.analysis.probe import ablated, record_layers
 from lln_fairseq.analysis.report import measure_model
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference.loading import load_model
-from lln_fairseq.models.lln_transformer_lm import LLNTransformerLMConfig
 from lln_fairseq.training.sequence_parallel import shard_multiple
 from tests.fairseq_runs import (
     CLASSIFICATION,
@@ -169,10 +168,6 @@ def test_sequences_cannot_be_divided_among_workers():
 def test_wrong_option_is_rejected(options, message):
     with pytest.raises(InputError, match=message):
         build_model(**options)
-
-
-def test_causal_models_have_no_global_tokens():
-    assert not [name for name in vars(LLNTransformerLMConfig()) if "global_tokens" in name]
 
 
 @pytest.fixture(scope="module")

@@ -44,16 +44,6 @@ def test_unknown_attention_or_option_is_rejected(spec, messages, capsys):
     assert all(message in error for message in messages)
 
 
-def test_causal_attentions_are_compared(tmp_path):
-    names = ["lln:alpha=2,beta=2", "causal_lln", "causal_sdpa"]
-    output = tmp_path / "b.json"
-
-    assert benchmark.main(["--smoke", "--no-memory", "--attentions", *names, "--json", str(output)]) == 0
-
-    rows_of_first_length = json.loads(output.read_text())["rows"][:4]
-    assert [row["attention"] for row in rows_of_first_length] == ["sdpa", *names]
-
-
 def test_table_shows_floors_as_fractions_of_the_times():
     one_tensor_per_ms = 4 * 2 * 3 * 50 * 10 * 1e3
     floors = benchmark.floors(torch.ones(2, 3, 50, 10), bandwidth=one_tensor_per_ms)

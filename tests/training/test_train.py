@@ -6,7 +6,7 @@ from lln_fairseq.command import UserError
 from lln_fairseq.training.recipes import CONFIGS
 from lln_fairseq.training.train import with_recipe
 
-RECIPES = "finetune language_model lra pretrain"
+RECIPES = "finetune lra pretrain"
 
 
 @pytest.mark.parametrize("name", ["pretrain", "finetune", "pretrain.yaml"])
