@@ -12,15 +12,13 @@ are learned at the same time.
 
 Each layer has its own loss, and its input is always the teacher's hidden states. The loss is ‖W (o - o')‖² / ‖W o'‖²,
 summed over the tokens that are not padding. Here o is the output of the student's heads, o' is the output of the
-teacher's heads, and W is the output projection. For Hedgehog there is also the loss of its paper (arXiv 2402.04347),
-which compares attention weights: `weight_divergence`.
+teacher's heads, and W is the output projection.
 
 In shapes, B is the number of texts in a batch, H the number of heads, N the number of tokens per text, D the number of
 features per head, and C the size of the hidden states.
 """
 
 import copy
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -30,10 +28,8 @@ from torch import Tensor, nn
 
 from lln_fairseq.attention import Attention
 from lln_fairseq.modules.encoder import LLNEncoderLayer
-from lln_fairseq.ops import reference
 
 MIN_TEXT_LENGTH = 64  # tokens; in shorter texts, LLN+Diag is softmax in a single block
-SMALLEST_WEIGHT = 1e-6  # added to attention weights before their logarithm
 
 
 class AttentionCall(NamedTuple):
@@ -116,11 +112,6 @@ class Student(nn.Module):
         """
         return self.attention(*self.alignment(q, k), v, key_padding_mask)
 
-    def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Compute the weights (B, H, N, N) of the linear attention. The arguments are as for `forward`."""
-        q, k = self.alignment(q, k)
-        return self.attention.attention_matrix(q, k, key_padding_mask)
-
     def with_attention(self, attention: Attention) -> "Student":
         """Return a new student with the given attention and the same reparameterization module.
 
@@ -144,26 +135,6 @@ def relative_error(out: Tensor, teacher: AttentionCall, projection: Tensor) -> T
     error = _projected_square_sum(out - teacher.out, teacher.mask, projection)
     size = _projected_square_sum(teacher.out, teacher.mask, projection)
     return error / size
-
-
-def weight_divergence(weights: Tensor, teacher: AttentionCall) -> Tensor:
-    """Compute the divergence KL(teacher ‖ student) between attention weights, in nats.
-
-    It is the mean over the heads and the tokens that are not padding. Its gradient is that of the cross-entropy, the
-    loss of Hedgehog (arXiv 2402.04347, section 4.2). The matrices take memory quadratic in the number of tokens.
-
-    Args:
-        weights: the student's attention matrix (B, H, N, N)
-        teacher: the call of the teacher's softmax attention on the same inputs
-
-    Returns: a scalar tensor, with a gradient for `weights`
-    """
-    expected = reference.softmax_matrix(teacher.q, teacher.k, teacher.mask)
-    log_ratio = (expected + SMALLEST_WEIGHT).log() - (weights + SMALLEST_WEIGHT).log()
-    divergence = (expected * log_ratio).sum(dim=-1)  # (B, H, N)
-    if teacher.mask is None:
-        return divergence.mean()
-    return divergence.transpose(1, 2)[~teacher.mask].mean()
 
 
 def _projected_square_sum(x: Tensor, mask: Tensor | None, projection: Tensor) -> Tensor:
@@ -271,9 +242,8 @@ class TokenStream:
 class LayerwiseTrainer:
     """Base class of trainers with one loss per layer. Training can stop after any step and resume exactly.
 
-    A subclass implements `errors`, or overrides `losses` and `scalars` if it has other losses. The optimizer is Adam.
-    The learning rate rises linearly to `lr` over the first `warmup` steps, and falls linearly to 0 over the second half
-    of the steps.
+    The optimizer is Adam. The learning rate rises linearly to `lr` over the first `warmup` steps, and falls linearly to
+    0 over the second half of the steps.
     """
 
     warmup = 1
@@ -302,7 +272,7 @@ class LayerwiseTrainer:
             tokens: the maximum number of tokens in the batch; a single text may have more
             longest: the maximum number of tokens of a text
 
-        Returns: the losses before the update, by default the relative squared error of each layer
+        Returns: the losses before the update, the relative squared error of each layer
         """
         schedule = min((self.step + 1) / self.warmup, 2 * (1 - self.step / self.steps), 1.0)
         for group in self.optimizer.param_groups:
@@ -317,16 +287,6 @@ class LayerwiseTrainer:
     def losses(self, texts: Any, tokens: int, longest: int) -> list[Tensor]:
         """Draw a batch and return its losses, as scalars with gradients. The arguments are as for `train_step`."""
         return self.errors(*texts.mixed_batch(tokens, longest, self.generator))
-
-    def scalars(self, means: list[float]) -> dict[str, float]:
-        """Return the values to show in TensorBoard, by their names.
-
-        By default these are the relative errors of the layers, the roots of the mean losses: "error/layer_00", ...
-
-        Args:
-            means: the mean of each loss over the last steps
-        """
-        return {f"error/layer_{layer:02d}": math.sqrt(mean) for layer, mean in enumerate(means)}
 
     def errors(self, tokens: Tensor) -> list[Tensor]:
         """Compute the relative squared error of each layer on a batch.

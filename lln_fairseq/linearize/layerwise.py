@@ -13,7 +13,6 @@ from lln_fairseq.attention.segments import first_segment_lengths
 from lln_fairseq.checkpoints.pooling import Pooling, pool_hidden_states
 from lln_fairseq.errors import InputError
 from lln_fairseq.linearize.attention_transfer import (
-    AttentionCall,
     LayerwiseTrainer,
     Student,
     TokenStream,
@@ -21,15 +20,11 @@ from lln_fairseq.linearize.attention_transfer import (
     relative_error,
     similarity,
     swapped_attention,
-    weight_divergence,
 )
 from lln_fairseq.linearize.progress_bar import progress_bar
 
 SEED = 5  # seed of the held-out texts
 TOKENS_PER_BATCH = 4096  # tokens of a held-out batch, approximately
-OUTPUT_LOSS = "outputs"  # the students are trained on the outputs of the teacher's attentions
-WEIGHT_LOSS = "weights"  # on their attention weights, as in the paper of Hedgehog
-LOSSES = (OUTPUT_LOSS, WEIGHT_LOSS)
 
 
 class Students(LayerwiseTrainer):
@@ -43,7 +38,6 @@ class Students(LayerwiseTrainer):
         lr: float,
         steps: int,
         seed: int,
-        loss: str = OUTPUT_LOSS,
     ) -> None:
         """Create the students on the model's device. The model itself stays unchanged until `fold`.
 
@@ -55,9 +49,6 @@ class Students(LayerwiseTrainer):
             steps: the number of updates
             seed: the seed of the random batches, and of the initial parameters of the attentions; torch's global
                 generator is set to it
-            loss: OUTPUT_LOSS or, for hedgehog, WEIGHT_LOSS
-
-        Raises: InputError if the attention has no such option, or an option has a value that is not allowed.
         """
         self.model = model
         self.layers = list(model.encoder.sentence_encoder.layers)
@@ -70,23 +61,8 @@ class Students(LayerwiseTrainer):
             raise InputError(str(error)) from None
         for number, module in enumerate(attentions):
             module.set_depth(number, len(attentions))
-        self.loss = loss
         self.students = [Student(module, teacher.num_heads, teacher.head_dim).eval() for module in attentions]
         super().__init__(nn.ModuleList(self.students).to(teacher.q_proj.weight.device), lr, steps, seed)
-
-    def losses(self, texts: Any, tokens: int, longest: int) -> list[Tensor]:
-        if self.loss == OUTPUT_LOSS:
-            return super().losses(texts, tokens, longest)
-        calls = self._teacher_calls(*texts.mixed_batch(tokens, longest, self.generator))
-        losses = []
-        for call, student in zip(calls, self.students, strict=True):
-            losses.append(weight_divergence(student.attention_matrix(call.q, call.k, call.mask), call))
-        return losses
-
-    def scalars(self, means: list[float]) -> dict[str, float]:
-        if self.loss == OUTPUT_LOSS:
-            return super().scalars(means)
-        return {"loss": sum(means) / len(means)}
 
     def errors(self, tokens: Tensor, segment_lengths: Tensor | None = None) -> list[Tensor]:
         """Compute the relative squared error of each layer on a batch.
@@ -99,18 +75,6 @@ class Students(LayerwiseTrainer):
 
         Returns: scalars with gradients, in the order of the layers
         """
-        errors = []
-        calls = self._teacher_calls(tokens, segment_lengths)
-        for layer, call, student in zip(self.layers, calls, self.students, strict=True):
-            out = student(call.q, call.k, call.v, call.mask)
-            errors.append(relative_error(out, call, layer.self_attn.out_proj.weight.detach()))
-        return errors
-
-    def _teacher_calls(self, tokens: Tensor, segment_lengths: Tensor | None = None) -> list[AttentionCall]:
-        """Run the teacher, and return the calls of its attentions, in the order of the layers.
-
-        The arguments are as for `errors`. Students that need the segment lengths get them.
-        """
         device = next(self.model.parameters()).device
         tokens = tokens.to(device)
         with torch.no_grad(), recorded(self.layers) as calls:
@@ -120,7 +84,11 @@ class Students(LayerwiseTrainer):
                 segment_lengths = first_segment_lengths(tokens, self.model.encoder.dictionary.eos())
             for student in self.students:
                 student.attention.segment_lengths = segment_lengths.to(device)
-        return calls
+        errors = []
+        for layer, call, student in zip(self.layers, calls, self.students, strict=True):
+            out = student(call.q, call.k, call.v, call.mask)
+            errors.append(relative_error(out, call, layer.self_attn.out_proj.weight.detach()))
+        return errors
 
     def branches(self) -> dict[str, list[Student]]:
         """Return students that use only one branch of a hybrid attention, such as its LLN part.

@@ -5,7 +5,7 @@
 TEACHER is a checkpoint with softmax attention, from a training run or `lln-fairseq convert`. DATA is a directory of
 text that was binarized with the teacher's tokenizer. OUT/model.pt becomes an ordinary checkpoint of the encoder, which
 can be trained, evaluated and exported. If its attention is set back to `softmax`, it computes the same as the teacher,
-unless --distill or --finetune trained all layers after the transfer.
+unless --distill trained all layers after the transfer.
 
     lln-fairseq linearize runs/qnli/checkpoint_best.pt data-bin/glue/QNLI runs/qnli_linear \\
         --option mix=joint_offset gain=learned block_size=64
@@ -14,11 +14,11 @@ If TEACHER is a fine-tuned classifier and DATA the directory of its task, the ro
 text, and the accuracy (Spearman's correlation for a regression) is printed for each stage. OUT/model.pt is then a
 classifier of the same task.
 
-The stages, in this order: the transfer (--steps), the choice of layers that keep softmax (--softmax-layers), the
-distillation (--distill) and the fine-tuning with labels (--finetune). Give an interrupted command again to resume it,
-or a finished one with another stage to continue it.
+The stages, in this order: the transfer (--steps), the choice of layers that keep softmax (--softmax-layers) and the
+distillation (--distill). Give an interrupted command again to resume it, or a finished one with another stage to
+continue it.
 
-See lln_fairseq/linearize/attention_transfer.py, softmax_layers.py, distillation.py and finetuning.py for the stages.
+See lln_fairseq/linearize/attention_transfer.py, softmax_layers.py and distillation.py for the stages.
 """
 
 import argparse
@@ -44,8 +44,7 @@ from lln_fairseq.linearize import softmax_layers, teacher
 from lln_fairseq.linearize.attention_transfer import TokenStream
 from lln_fairseq.linearize.dev_scores import DevScores, format_score
 from lln_fairseq.linearize.distillation import Distillation
-from lln_fairseq.linearize.finetuning import Finetuning
-from lln_fairseq.linearize.layerwise import LOSSES, OUTPUT_LOSS, WEIGHT_LOSS, HeldOutSet, Students
+from lln_fairseq.linearize.layerwise import HeldOutSet, Students
 from lln_fairseq.linearize.progress import Progress
 from lln_fairseq.linearize.reports import DevReport, HeldOutReport
 from lln_fairseq.linearize.task_rows import TaskRows
@@ -105,8 +104,6 @@ class Linearization:
         self.model, self.task = teacher.load_teacher(args.teacher, args.data)
         self.is_finetuned = is_finetuned(self.task.cfg._name)
         self.has_rows = self.is_finetuned and teacher.is_task_data(args.data)
-        if args.finetune and not self.has_rows:
-            raise InputError("--finetune needs labels: TEACHER must be a fine-tuned classifier, and DATA its task")
         if args.evaluate_texts is not None and self.has_rows:
             raise InputError("--evaluate-texts is for plain text as DATA: give --evaluate-rows for the rows of a task")
         if args.evaluate_rows is not None and not self.has_rows:
@@ -130,7 +127,7 @@ class Linearization:
         else:
             self.train_data = read_texts(args.data, "train", self.task.source_dictionary)
             valid_texts = read_texts(args.data, "valid", self.task.source_dictionary)
-        self.students = Students(self.model, args.attention, args.option, args.lr, args.steps, args.seed, args.loss)
+        self.students = Students(self.model, args.attention, args.option, args.lr, args.steps, args.seed)
         self._print_summary(len(layers))
         self.report: HeldOutReport | DevReport
         if self.has_rows:
@@ -153,7 +150,7 @@ class Linearization:
             size = f"{len(self.train_data):,} rows"
         else:
             size = f"{len(self.train_data.tokens):,} tokens"
-        steps = {"transfer": args.steps, "distillation": args.distill, "fine-tuning": args.finetune}
+        steps = {"transfer": args.steps, "distillation": args.distill}
         stages = [f"{name} ({count:,} steps)" for name, count in steps.items() if count]
         print(f"teacher    {args.teacher}: layers {layers}, width {width}, texts of up to {self.longest:,} tokens")
         print(f"attention  softmax -> {' '.join([args.attention, *options])}")
@@ -178,7 +175,7 @@ class Linearization:
         self._save_scores()
         self._choose_softmax_layers()
         original = None
-        if args.distill or args.finetune:
+        if args.distill:
             original = copy.deepcopy(self.model)
         changed = self.students.fold(self.progress.softmax_layers or ())
         if self.encoder is not None:
@@ -190,11 +187,6 @@ class Linearization:
             self.report.after_stage("distillation")
             self._save_scores()
             self._take_over_parameters()
-        if args.finetune:
-            self.report.before_stage()
-            finetuning = Finetuning(original, self.model, self.task, args.finetune_lr, args.finetune, args.seed)
-            self._train_stage("fine-tuning", finetuning, writer)
-            self.report.after_stage("fine-tuning")
 
     def _train_stage(self, name: str, trainer: Any, writer: SummaryWriter) -> None:
         """Train a stage to its end, or what is missing of it."""
@@ -356,13 +348,6 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--lr", type=float, default=0.01, help="learning rate of the transfer (default: %(default)s)")
     parser.add_argument(
-        "--loss",
-        choices=LOSSES,
-        default=OUTPUT_LOSS,
-        help="of the transfer: the error of the attention's outputs or, with --attention hedgehog, the divergence of "
-        "its weights (default: %(default)s)",
-    )
-    parser.add_argument(
         "--softmax-layers",
         default="",
         metavar="LAYERS",
@@ -380,17 +365,6 @@ def main(argv: list[str]) -> None:
         "--distill-lr", type=float, default=3e-5, help="learning rate of the distillation (default: %(default)s)"
     )
     parser.add_argument(
-        "--finetune",
-        type=int,
-        default=0,
-        metavar="STEPS",
-        help="updates of all parameters of a classifier on the labels and the teacher's outputs, as the last stage "
-        "(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--finetune-lr", type=float, default=3e-5, help="learning rate of the fine-tuning (default: %(default)s)"
-    )
-    parser.add_argument(
         "--evaluate-rows",
         type=int,
         metavar="N",
@@ -405,18 +379,16 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--seed", type=int, default=1, help="(default: %(default)s)")
     args = parser.parse_args(argv)
-    if min(args.steps, args.distill, args.finetune) < 0:
-        parser.error("--steps, --distill and --finetune must be at least 0")
+    if min(args.steps, args.distill) < 0:
+        parser.error("--steps and --distill must be at least 0")
     if args.tokens < 1 or (args.length is not None and args.length < 3):
         parser.error("--tokens must be at least 1, and --length at least 3")
     if args.evaluate_rows is not None and args.evaluate_rows < 1:
         parser.error(f"--evaluate-rows must be at least 1, got {args.evaluate_rows}")
     if args.evaluate_texts is not None and args.evaluate_texts < 2:
         parser.error(f"--evaluate-texts must be at least 2, to compare neighbors, got {args.evaluate_texts}")
-    if args.loss == WEIGHT_LOSS and args.attention != "hedgehog":
-        parser.error(f"--loss {WEIGHT_LOSS} is for --attention hedgehog")
-    if not all(0 < lr < math.inf for lr in (args.lr, args.distill_lr, args.finetune_lr)):
-        parser.error("--lr, --distill-lr and --finetune-lr must be positive and finite")
+    if not all(0 < lr < math.inf for lr in (args.lr, args.distill_lr)):
+        parser.error("--lr and --distill-lr must be positive and finite")
     if not 0 <= args.seed < 2**64:
         parser.error("--seed must be from 0 to 2**64 - 1")
     try:

@@ -19,17 +19,9 @@ from lln_fairseq.linearize.attention_transfer import LayerwiseTrainer
 from lln_fairseq.linearize.progress_bar import progress_bar
 
 PROGRESS = "linearize.pt"  # the file next to model.pt from which a run resumes
-LR_OPTIONS = {"transfer": "--lr", "distillation": "--distill-lr", "fine-tuning": "--finetune-lr"}  # by stage
-# Settings that a run may change as long as none of these stages has begun. All others may never change.
-CHANGEABLE = {
-    "softmax_layers": ("distillation", "fine-tuning"),
-    "distill": ("distillation", "fine-tuning"),
-    "distill_lr": ("distillation", "fine-tuning"),
-    "finetune": ("fine-tuning",),
-    "finetune_lr": ("fine-tuning",),
-    "evaluate_rows": (),
-    "evaluate_texts": (),
-}
+LR_OPTIONS = {"transfer": "--lr", "distillation": "--distill-lr"}  # by stage
+UNTIL_DISTILLATION = ("softmax_layers", "distill", "distill_lr")  # settings that may change until it has begun
+ALWAYS = ("evaluate_rows", "evaluate_texts")  # settings that may always change; all others may never
 LOG_INTERVAL = 10  # steps
 SAVE_INTERVAL = 50  # steps
 SAVE_SECONDS = 60.0  # a step on long texts can take seconds
@@ -87,17 +79,15 @@ class Progress:
         # A file of an earlier version lacks the settings that did not exist yet, and was made without them.
         new_settings = {
             "softmax_layers": "",
-            "finetune": "0",
             "evaluate_rows": "None",
             "evaluate_texts": "None",
-            "loss": "outputs",
         }
-        settings = new_settings | {"finetune_lr": self.settings["finetune_lr"]} | saved["settings"]
+        settings = new_settings | saved["settings"]
         differing = [key for key, value in self.settings.items() if settings.get(key) != value]
-        fixed = []
-        for key in differing:
-            if key not in CHANGEABLE or any(stage in self.stages for stage in CHANGEABLE[key]):
-                fixed.append(key)
+        changeable: tuple[str, ...] = ALWAYS
+        if "distillation" not in self.stages:
+            changeable += UNTIL_DISTILLATION
+        fixed = [key for key in differing if key not in changeable]
         if fixed:
             raise InputError(f"{self.args.out} holds a run with another {', another '.join(fixed)}: give another OUT")
         self.complete = saved.get("complete") is True and not differing and model_exists
@@ -146,12 +136,11 @@ class Progress:
                 is_last = trainer.step == trainer.steps
                 if is_last or trainer.step % LOG_INTERVAL == 0:
                     means = [sum(values) / len(recent_losses) for values in zip(*recent_losses, strict=True)]
-                    scalars = trainer.scalars(means)
-                    label = "loss" if "loss" in scalars else "relative error"
-                    summary = f"{label} {sum(scalars.values()) / len(scalars):.3f}"
+                    errors = [math.sqrt(mean) for mean in means]
+                    summary = f"relative error {sum(errors) / len(errors):.3f}"
                     bar.set_postfix_str(summary, refresh=False)
-                    for key, value in scalars.items():
-                        writer.add_scalar(f"{name}_{key}", value, trainer.step)
+                    for layer, error in enumerate(errors):
+                        writer.add_scalar(f"{name}_error/layer_{layer:02d}", error, trainer.step)
                 is_due = trainer.step % SAVE_INTERVAL == 0 or time.monotonic() - last_save > SAVE_SECONDS
                 if is_last or is_due:
                     last_save = time.monotonic()

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lln_fairseq.errors import InputError
 from lln_fairseq.inference.evaluate import score_batches
 from lln_fairseq.linearize.attention_transfer import TokenStream, swapped_attention
-from lln_fairseq.linearize.finetuning import kl_divergence
 from lln_fairseq.linearize.layerwise import SEED, TOKENS_PER_BATCH, Students
 from lln_fairseq.linearize.progress_bar import progress_bar
 from lln_fairseq.linearize.task_rows import TaskRows
@@ -108,6 +107,13 @@ def classifier_distance(model: Any, task: Any, rows: TaskRows) -> Distance:
         return Distance(f"mean squared error compared with the teacher {where}", outputs, F.mse_loss)
     return Distance(
         f"KL divergence from the teacher {where}", outputs, lambda logits, teacher: kl_divergence(teacher, logits)
+    )
+
+
+def kl_divergence(teacher_logits: Tensor, logits: Tensor) -> Tensor:
+    """Compute KL(teacher ‖ student) of the class probabilities, averaged over the rows (rows, classes)."""
+    return F.kl_div(
+        logits.log_softmax(dim=-1), teacher_logits.log_softmax(dim=-1), reduction="batchmean", log_target=True
     )
 
 

@@ -47,7 +47,6 @@ VARIANTS = {  # name: arguments of linearize
     "blocks of 64, 1 softmax layer": f"{JOINT}64 --softmax-layers best:1",
     "blocks of 64, 2 softmax layers": f"{JOINT}64 --softmax-layers best:2",
     "not trained, blocks of 64": f"{JOINT}64 --steps 0",
-    "blocks of 32, fine-tuned": f"{JOINT}32 --finetune 200",
 }
 SPLIT = "test"
 

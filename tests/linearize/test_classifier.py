@@ -14,7 +14,6 @@ from lln_fairseq.inference.loading import load_model
 from lln_fairseq.linearize import progress
 from lln_fairseq.linearize.attention_transfer import swapped_attention
 from lln_fairseq.linearize.distillation import Distillation
-from lln_fairseq.linearize.finetuning import Finetuning
 from lln_fairseq.linearize.layerwise import Students
 from lln_fairseq.linearize.task_rows import TaskRows, encoder_tokens
 from tests import text_runs
@@ -217,11 +216,11 @@ def test_two_towers_are_linearized_on_both_texts(tmp_path, capsys):
     options = ("--two-towers", "--max-positions", 64, "--max-update", 1)
     path = fine_tune(tmp_path, data, *CLASSIFIER, *SOFTMAX, *options)
 
-    assert run(path, data, tmp_path / "out", *OPTIONS, "--finetune", 2, "--softmax-layers", "best:1") == 0
+    assert run(path, data, tmp_path / "out", *OPTIONS, "--distill", 2, "--softmax-layers", "best:1") == 0
 
     scores = printed_scores(capsys.readouterr().out)
     assert scores["teacher"] == evaluated_score(capsys, path, data)
-    assert scores["after the fine-tuning"] == evaluated_score(capsys, tmp_path / "out" / "model.pt")
+    assert scores["after the distillation"] == evaluated_score(capsys, tmp_path / "out" / "model.pt")
 
 
 def parameters_of(path):
@@ -317,51 +316,9 @@ def test_layers_that_do_not_exist_are_rejected(layers, message, teacher, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_finetuning_learns_from_labels_and_teacher(teacher, tmp_path, capsys):
-    path, data = teacher
-    options = (*OPTIONS, "--finetune", 40, "--finetune-lr", 3e-3)
-    assert run(path, data, tmp_path / "out", *options) == 0
-    scores = printed_scores(capsys.readouterr().out)
-    assert scores["after the fine-tuning"] == evaluated_score(capsys, tmp_path / "out" / "model.pt")
-    before = parameters_of(path)
-    after = parameters_of(tmp_path / "out" / "model.pt")
-    trained = [name for name in before if not torch.equal(before[name], after[name])]
-    assert any(HEADS in name for name in trained)
-    assert any("embed_tokens" in name for name in trained)
-
-    model, task = load_model(str(path), str(data))
-    student, _ = load_model(str(path), str(data))
-    with torch.no_grad():
-        student.encoder.sentence_encoder.layers[0].fc1.weight.mul_(1.5)
-    finetuning = Finetuning(model, student, task, 1e-3, 5, seed=1)
-    rows = TaskRows(task, "train", 100)
-    loss = finetuning.losses(rows, 500, 100)
-    sample = rows.draw(500, 100, torch.Generator().manual_seed(1))
-    expected, actual = (
-        classifier(**sample["net_input"], features_only=True, classification_head_name=finetuning.head)[0]
-        for classifier in (model, student)
-    )
-    labels = torch.nn.functional.cross_entropy(actual, sample["target"].view(-1))
-    p = (expected / 2).softmax(dim=-1)
-    q = (actual / 2).softmax(dim=-1)
-    divergence = (p * (p / q).log()).sum(dim=-1).mean()
-    torch.testing.assert_close(loss[0], 0.3 * labels + 0.7 * 4 * divergence)
-
-
-def test_finetuning_of_a_regression_reduces_its_error(regression, tmp_path, capsys):
-    path, data = regression
-    errors = []
-    for steps in (0, 60):
-        out = tmp_path / str(steps)
-        assert run(path, data, out, *OPTIONS, "--finetune", steps, "--finetune-lr", 3e-3) == 0
-        model, task = load_model(str(out / "model.pt"))
-        errors.append(compute_scores(task, compute_outputs(model, task, "train"))["loss"])
-    assert errors[1] < 0.7 * errors[0]
-
-
 def test_stages_can_be_added_to_a_finished_run(teacher, tmp_path, capsys):
     path, data = teacher
-    stages = ("--softmax-layers", "0", "--finetune", 3)
+    stages = ("--softmax-layers", "0", "--distill", 3)
     assert run(path, data, tmp_path / "whole", *OPTIONS, *stages) == 0
     assert run(path, data, tmp_path / "out", *OPTIONS) == 0
 
@@ -371,7 +328,7 @@ def test_stages_can_be_added_to_a_finished_run(teacher, tmp_path, capsys):
     actual = parameters_of(tmp_path / "out" / "model.pt")
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
-    assert run(path, data, tmp_path / "out", *OPTIONS, "--softmax-layers", "1", "--finetune", 3) == 1
+    assert run(path, data, tmp_path / "out", *OPTIONS, "--softmax-layers", "1", "--distill", 3) == 1
     assert "holds a run with another softmax_layers: give another OUT" in capsys.readouterr().err
 
 
@@ -440,7 +397,7 @@ def test_cut_rows_keep_the_lengths_of_their_first_segments(teacher):
             assert losses != trainer.errors(tokens)
 
 
-STAGES = {"transfer": (), "distillation": ("--distill", 8), "fine-tuning": ("--finetune", 8)}
+STAGES = {"transfer": (), "distillation": ("--distill", 8)}
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -522,7 +479,7 @@ def test_classifier_predicts_and_is_exported(tmp_path, monkeypatch, capsys):
     data = text_runs.make_glue(tmp_path / "glue", "RTE") / "RTE"
     options = (*CLASSIFIER, *SOFTMAX, *text_runs.OPTIONS["RTE"], "--max-update", 2)
     train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *options)
-    assert run(tmp_path / "run" / "checkpoint_last.pt", data, tmp_path / "out", *SHORT, "--finetune", 2) == 0
+    assert run(tmp_path / "run" / "checkpoint_last.pt", data, tmp_path / "out", *SHORT, "--distill", 2) == 0
     shutil.rmtree(data)  # the tokenizer is part of OUT
     text = tmp_path / "text.tsv"
     text.write_text("a wonderful film.\ta dreadful story!\n")
@@ -593,8 +550,6 @@ def test_options_of_classifiers_need_a_classifier(teacher, tmp_path, monkeypatch
     train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *MASKED_LM, *SOFTMAX, "--max-update", 1)
     pretrained = tmp_path / "run" / "checkpoint_last.pt"
     for path, text in ((pretrained, data), (pretrained, teacher[1]), (teacher[0], data)):
-        assert run(path, text, tmp_path / "out", *SHORT, "--finetune", 3) == 1
-        assert "--finetune needs labels" in capsys.readouterr().err
         assert run(path, text, tmp_path / "out", *SHORT, "--evaluate-rows", 3) == 1
         assert "--evaluate-rows is for a fine-tuned TEACHER" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -316,29 +316,6 @@ def test_attention_without_branches_and_data_of_a_task_work(teacher, tmp_path, c
     assert features_of(tmp_path / "out" / "model.pt").isfinite().all()
 
 
-@pytest.mark.parametrize("block_size", [0, 8])
-def test_loss_of_weights_trains_attention_weights(block_size, teacher):
-    path, data = teacher
-    model, task = load_model(str(path))
-    students = Students(model, "hedgehog", {"block_size": block_size}, 0.03, 40, seed=1, loss="weights")
-    texts = linearize.read_texts(data, "train", task.source_dictionary)
-    before = sum(students.losses(texts, 512, 64)).item()
-    for _ in range(40):
-        students.train_step(texts, 128, 64)
-    students.generator.manual_seed(1)  # the texts of `before`
-    assert 0 < sum(students.losses(texts, 512, 64)).item() < 0.95 * before
-    assert list(students.scalars([0.25, 0.75])) == ["loss"]
-
-
-def test_hedgehog_is_transferred_with_its_own_loss(teacher, tmp_path, capsys):
-    arguments = (*teacher, tmp_path / "out", "--attention", "hedgehog", "--steps", 10, "--tokens", 64)
-    assert run(*arguments, "--loss", "weights") == 0
-    assert "transfer: 10 steps, loss " in capsys.readouterr().out
-    assert features_of(tmp_path / "out" / "model.pt").isfinite().all()
-    assert run(*arguments) == 1
-    assert "holds a run with another loss" in capsys.readouterr().err
-
-
 def truncated_copy(data, copy):
     """Copy a data directory, with an empty index of the split "valid"."""
     shutil.copytree(data, copy)
@@ -409,12 +386,6 @@ def test_seed_out_of_range_is_rejected(teacher, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run(*teacher, tmp_path / "out", "--seed", "99999999999999999999999")
     assert "--seed must be from 0 to" in capsys.readouterr().err
-
-
-def test_loss_of_weights_is_for_hedgehog_only(teacher, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        run(*teacher, tmp_path / "out", "--attention", "lln_diag", "--loss", "weights")
-    assert "--loss weights is for --attention hedgehog" in capsys.readouterr().err
 
 
 def test_held_out_texts_of_three_lengths():
