@@ -33,7 +33,6 @@ from lln_fairseq.models.lln_roberta import LLNRobertaModel, RobertaConfig
 from lln_fairseq.tasks.masked_lm import LLNMaskedLMConfig, LLNMaskedLMTask
 
 CHECKPOINT = "model.pt"
-EXTENSIONS = ("repeat", "interpolate")  # of the learned positions; the first one is the default
 SEED = 1  # for the parameters that the source does not have
 MAX_POSITIONS = 1 << 20  # a positional table of 4 GB for 1,024 features
 
@@ -45,7 +44,6 @@ def convert(
     positions: int | None = None,
     dictionary: Path | None = None,
     heads: int | None = None,
-    extend: str = EXTENSIONS[0],
 ) -> ImportedEncoder:
     """Convert a Hugging Face or fairseq encoder and write it to a new directory, completely or not at all.
 
@@ -56,7 +54,6 @@ def convert(
         positions: the longest sequence of the new model; None keeps the source's.
         dictionary: dict.txt of a fairseq checkpoint; None looks for it next to the checkpoint.
         heads: number of attention heads, for a fairseq checkpoint that does not state it.
-        extend: how new positions get embeddings if there are more than in the source, see `change_max_positions`.
 
     Returns:
         The encoder as it was written, with a note on each difference from the source.
@@ -78,58 +75,31 @@ def convert(
         else:
             encoder = read_fairseq_checkpoint(source, dictionary, heads, attention)
         if positions is not None:
-            change_max_positions(encoder, positions, extend)
-        elif extend != EXTENSIONS[0]:
-            raise InputError(f"--extend {extend} needs --positions")
+            change_max_positions(encoder, positions)
         write_converted_encoder(encoder, attention, directory)
     return encoder
 
 
-def change_max_positions(encoder: ImportedEncoder, positions: int, extend: str = EXTENSIONS[0]) -> None:
+def change_max_positions(encoder: ImportedEncoder, positions: int) -> None:
     """Resize the positional table of an encoder in place, and add a note unless its size stays the same.
 
-    A shorter table keeps the first learned positions.
-
-    Args:
-        encoder: the encoder.
-        positions: the new number of positions.
-        extend: "repeat" continues a longer table with the learned positions from the start, as Longformer does;
-            "interpolate" stretches them linearly over the new length, which also changes the first positions.
-
-    Raises:
-        InputError: if `positions` is not between 1 and MAX_POSITIONS, or "interpolate" would make no longer table.
+    A longer table continues with the learned positions from the start, as Longformer does. A shorter one keeps the
+    first.
     """
     if not 1 <= positions <= MAX_POSITIONS:
         raise InputError(f"--positions must be between 1 and {MAX_POSITIONS}, got {positions}")
     learned = encoder.options["max_positions"]
-    if extend == "interpolate" and positions <= learned:
-        raise InputError(f"--extend interpolate needs --positions above {learned}, the source's, got {positions}")
     if positions == learned:
         return
     table = encoder.parameters[POSITIONS]
-    if extend == "interpolate":
-        encoder.parameters[POSITIONS] = interpolate_positions(table, positions)
-    else:
-        encoder.parameters[POSITIONS] = resize_positions(table, positions + POSITION_OFFSET, PAD)
+    encoder.parameters[POSITIONS] = resize_positions(table, positions + POSITION_OFFSET, PAD)
     encoder.options["max_positions"] = positions
-    if extend == "interpolate":
-        encoder.notes.append(f"extended to {positions} positions by interpolating the {learned} learned ones")
-    elif positions > learned:
+    if positions > learned:
         encoder.notes.append(f"extended to {positions} positions by repeating the {learned} learned ones")
     else:
         encoder.notes.append(
             f"shortened to {positions} positions: the first {positions} of {learned} learned ones are kept"
         )
-
-
-def interpolate_positions(table: Tensor, positions: int) -> Tensor:
-    """Return a positional table (positions + POSITION_OFFSET, C) whose ends are those of `table`, linear in between.
-
-    `table` is (R, C); its first POSITION_OFFSET rows belong to no position and stay.
-    """
-    learned = table[POSITION_OFFSET:].T[None]  # (1, C, learned positions), as interpolate takes it
-    stretched = nn.functional.interpolate(learned, size=positions, mode="linear", align_corners=True)[0].T
-    return torch.cat([table[:POSITION_OFFSET], stretched])
 
 
 def write_converted_encoder(encoder: ImportedEncoder, attention: str, directory: Path) -> None:
@@ -238,12 +208,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("out", type=Path, help="a new directory for model.pt, dict.txt and the tokenizer")
     default = RobertaConfig.attention
     parser.add_argument("--attention", choices=sorted(MECHANISMS), default=default, help="default: %(default)s")
-    parser.add_argument("--positions", type=int, help="the longest sequence (default: the source's)")
     parser.add_argument(
-        "--extend",
-        choices=EXTENSIONS,
-        default=EXTENSIONS[0],
-        help="new positions repeat the learned ones, or these are stretched (default: %(default)s)",
+        "--positions",
+        type=int,
+        help="the longest sequence (default: the source's); more positions repeat the learned ones from their start",
     )
     parser.add_argument(
         "--dictionary", type=Path, help="dict.txt of a fairseq checkpoint (default: the one next to it)"
@@ -252,7 +220,7 @@ def main(argv: list[str]) -> None:
         "--heads", type=int, help="number of attention heads, if a fairseq checkpoint does not state it"
     )
     args = parser.parse_args(argv)
-    encoder = convert(args.source, args.out, args.attention, args.positions, args.dictionary, args.heads, args.extend)
+    encoder = convert(args.source, args.out, args.attention, args.positions, args.dictionary, args.heads)
     for note in encoder.notes:
         print(note)
     checkpoint = args.out / CHECKPOINT

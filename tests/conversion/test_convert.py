@@ -224,26 +224,10 @@ def test_positions_are_changed(positions, note, sources, tmp_path):
         assert compute_logits(checkpoint, torch.full((1, 100), 5)).shape[1] == 100
 
 
-def test_positions_are_interpolated(sources, tmp_path):
-    folder = sources["roberta"][1]
-    convert(folder, tmp_path / "same", "softmax")
-
-    notes = convert(folder, tmp_path / "out", "softmax", positions=79, extend="interpolate").notes
-
-    assert notes[-1] == "extended to 79 positions by interpolating the 40 learned ones"
-    learned = load_parameters(tmp_path / "same")[POSITIONS]
-    table = load_parameters(tmp_path / "out")[POSITIONS]
-    assert torch.equal(table[:2], learned[:2])
-    torch.testing.assert_close(table[2::2], learned[2:])
-    torch.testing.assert_close(table[3::2], (learned[2:-1] + learned[3:]) / 2)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"positions": 0}, "--positions must be"),
-        ({"extend": "interpolate"}, "--extend interpolate needs --positions"),
-        ({"positions": 40, "extend": "interpolate"}, "needs --positions above 40, the source's, got 40"),
         ({"heads": 7}, "--heads is for a fairseq checkpoint"),
         ({"dictionary": Path("dict.txt")}, "--dictionary is for a fairseq checkpoint"),
     ],
