@@ -11,7 +11,7 @@ model_quantized.onnx with 8-bit weights.
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.checkpoints.run_tokenizer import FOLDER
 from lln_fairseq.conversion.directory import CONFIG, new_directory, write_large
 from lln_fairseq.conversion.model_card import model_card
-from lln_fairseq.conversion.onnx_int8 import QUANTIZED_FILE, TEXTS, compare_with_float, read_texts, write_int8
+from lln_fairseq.conversion.onnx_int8 import write_int8
 from lln_fairseq.conversion.read_tokenizer import TOKENIZER
 from lln_fairseq.conversion.sentence_pooling import pooling_files
 from lln_fairseq.conversion.to_hugging_face import MODELING, convert_to_hugging_face, longest_exported_sequence
@@ -54,7 +54,6 @@ def export(
     tokenizer: Path | None = None,
     onnx: bool = False,
     int8: bool = False,
-    texts: Sequence[str] | None = None,
 ) -> list[str]:
     """Export a checkpoint to a new Hugging Face directory, which is written completely or not at all.
 
@@ -67,11 +66,10 @@ def export(
             no tokenizer if there is none.
         onnx: also write model.onnx.
         int8: also write model.onnx and model_quantized.onnx.
-        texts: with int8, the texts on which both are compared; None compares them on TEXTS if there is a tokenizer.
 
     Returns:
-        Lines for the user: a hint if there is no tokenizer, with int8 how well both models agree, and last the name of
-        the exported class, with the pooling of an encoder.
+        Lines for the user: a hint if there is no tokenizer, and last the name of the exported class, with an encoder's
+        pooling.
 
     Raises:
         InputError: if a file cannot be read, `tokenizer` has no tokenizer, the model or its tokenizer cannot be
@@ -115,14 +113,11 @@ def export(
             (directory / name).write_bytes(content)
         _write_tensors(exported.tensors, directory / "model.safetensors")
         if not has_tokenizer:
-            if texts is not None:
-                raise InputError("--text needs a tokenizer: give --tokenizer DIRECTORY")
             lines.append("without a tokenizer: give --tokenizer DIRECTORY")
         if onnx or int8:
             write_onnx(directory, exported.config, _output_function(model, head, pooling), pooling)
         if int8:
-            write_int8(directory)
-            lines.append(_compare_int8(directory, exported.config, task, texts))
+            write_int8(directory, exported.config)
     lines.append(f"{out}: {exported.config['architectures'][0]}")
     if pooling is not None:
         lines[-1] += f", sentence vectors (pooling: {pooling})"
@@ -184,14 +179,6 @@ def _output_function(model: Any, head: str, pooling: Pooling | None) -> Callable
     return outputs
 
 
-def _compare_int8(directory: Path, config: Mapping[str, Any], task: Any, texts: Sequence[str] | None) -> str:
-    """Return a line about how well model_quantized.onnx agrees with model.onnx on texts, TEXTS if they are None."""
-    if not (directory / TOKENIZER).exists():
-        return f"{QUANTIZED_FILE}: not compared with model.onnx, because there is no tokenizer"
-    takes_pairs = (Path(task.cfg.data) / "input1").is_dir()
-    return compare_with_float(directory, longest_exported_sequence(config), texts or TEXTS, takes_pairs)
-
-
 def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     """Write a safetensors file. Raises InputError if that fails, for example because the disk is full."""
     from safetensors.torch import save_file
@@ -213,17 +200,7 @@ def main(argv: list[str]) -> None:
         help="the tokenizer's directory (default: near the checkpoint or the data)",
     )
     parser.add_argument("--onnx", action="store_true", help="also write model.onnx, checked with onnxruntime")
-    parser.add_argument(
-        "--int8", action="store_true", help="also write model.onnx and model_quantized.onnx, and compare their outputs"
-    )
-    parser.add_argument(
-        "--text", type=Path, help="a UTF-8 file with texts to compare, one per line (default: 20 English sentences)"
-    )
+    parser.add_argument("--int8", action="store_true", help="also write model.onnx and model_quantized.onnx")
     args = parser.parse_args(argv)
-    texts = None
-    if args.text is not None:
-        if not args.int8:
-            raise InputError("--text has the texts for the comparison of --int8: add --int8")
-        texts = read_texts(args.text)
-    for line in export(args.checkpoint, args.out, args.data, args.tokenizer, args.onnx, args.int8, texts):
+    for line in export(args.checkpoint, args.out, args.data, args.tokenizer, args.onnx, args.int8):
         print(line)

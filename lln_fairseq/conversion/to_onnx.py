@@ -104,8 +104,6 @@ def write_onnx(
     Raises:
         InputError: if the model cannot be traced, or onnxruntime fails or its outputs differ.
     """
-    longest = longest_exported_sequence(config)
-    block_size = config.get("block_size") or config["hidden_size"] // config["num_attention_heads"]
     with silence(), _modeling_without_kernels() as modeling, torch.no_grad():
         model = _load_exported_model(modeling, directory, config["architectures"][0])
         module: nn.Module = LogitsModule(model)
@@ -113,7 +111,8 @@ def write_onnx(
         if pooling is not None:
             module = EncoderModule(model, pooling)
             output_names = [TOKEN_EMBEDDINGS, SENTENCE_EMBEDDING, LAST_HIDDEN_STATE]
-        length = min(longest, block_size + 3)  # more than one block, if the model takes so many tokens
+        # More than one block, if the model takes so many tokens.
+        length = min(longest_exported_sequence(config), _block_size(config) + 3)
         tokens = _random_tokens(2, length, config["vocab_size"])
         try:
             program = torch.onnx.export(
@@ -132,7 +131,7 @@ def write_onnx(
         _remove_shapes_of_weights(program.model.graph)
         size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
         write_large(directory / FILE, lambda path: program.save(path, external_data=size > ONE_FILE_BYTES))
-        _check_onnx_outputs(directory / FILE, _test_batches(config["vocab_size"], longest, block_size), reference)
+        _check_onnx_outputs(directory / FILE, check_batches(config), reference)
 
 
 @contextmanager
@@ -222,11 +221,17 @@ def run_session(session: Any, tokens: Tensor) -> Outputs:
     return dict(zip(names, values, strict=True))
 
 
-def _test_batches(vocabulary: int, longest: int, block_size: int) -> Iterator[Tensor]:
-    """Yield batches of tokens (B, N) whose sizes differ from the traced one, each without and with padding."""
+def check_batches(config: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yield random tokens (B, N) of several sizes, which differ from the traced one, each without and with padding."""
+    longest = longest_exported_sequence(config)
+    block_size = _block_size(config)
     for sequences, length in ((1, 1), (1, max(3 * block_size, LONG)), (3, 7), (5, 2 * block_size + 3)):
         for padded in (False, True):
-            yield _random_tokens(sequences, min(length, longest), vocabulary, padded)
+            yield _random_tokens(sequences, min(length, longest), config["vocab_size"], padded)
+
+
+def _block_size(config: Mapping[str, Any]) -> int:
+    return config.get("block_size") or config["hidden_size"] // config["num_attention_heads"]
 
 
 def _remove_source_locations(graph: Any) -> None:

@@ -2,7 +2,9 @@
 
 import contextlib
 import io
+import json
 import re
+import shutil
 import sys
 
 import numpy as np
@@ -10,7 +12,6 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from lln_fairseq.__main__ import main
 from lln_fairseq.conversion import export as export_program
@@ -139,7 +140,6 @@ def test_onnx_classifier_gives_same_logits(tmp_path, monkeypatch, capsys):
     assert printed.err == ""
     assert printed.out.splitlines() == [
         "without a tokenizer: give --tokenizer DIRECTORY",
-        "model_quantized.onnx: not compared with model.onnx, because there is no tokenizer",
         f"{out}: LLNRobertaForSequenceClassification",
     ]
     for file in ("model.onnx", "model_quantized.onnx"):
@@ -211,13 +211,7 @@ def test_int8_encoder_agrees_with_float(encoder):
     cosines = torch.cosine_similarity(vectors, quantized)
     assert 0.99 < cosines.min() < 0.999999
     assert count_products(folder / "out" / "model_quantized.onnx") == (6, 0, 4)  # q, k, v, out, fc1, fc2; attention
-    lines = printed.splitlines()
-    match = re.fullmatch(
-        r"model_quantized.onnx: cosine with the float vectors of 20 texts: mean (0.99\d\d), lowest (0.9\d\d\d)",
-        lines[0],
-    )
-    assert float(match[1]) >= float(match[2])
-    assert lines[1] == f"{folder / 'out'}: LLNRobertaModel, sentence vectors (pooling: mean)"
+    assert printed.rstrip("\n") == f"{folder / 'out'}: LLNRobertaModel, sentence vectors (pooling: mean)"
 
 
 def test_missing_package_is_reported_first(monkeypatch, tmp_path):
@@ -227,54 +221,18 @@ def test_missing_package_is_reported_first(monkeypatch, tmp_path):
             export(tmp_path / "nowhere.pt", tmp_path / "out", **options)
 
 
-def test_bad_texts_are_reported_first(tmp_path, capsys):
-    arguments = ["export", str(tmp_path / "nowhere.pt"), str(tmp_path / "out")]
-    empty = tmp_path / "empty.txt"
-    empty.write_text("\n  \n")
-    assert main([*arguments, "--text", str(empty)]) == 1
-    assert main([*arguments, "--int8", "--text", str(empty)]) == 1
-    assert main([*arguments, "--int8", "--text", str(tmp_path / "missing.txt")]) == 1
+def test_int8_outputs_that_are_not_finite_are_rejected(encoder, tmp_path, monkeypatch):
+    out = shutil.copytree(encoder[0] / "out", tmp_path / "out")
+    config = json.loads((out / "config.json").read_text())
 
-    messages = capsys.readouterr().err.splitlines()
-    assert messages[0] == "error: --text has the texts for the comparison of --int8: add --int8"
-    assert messages[1] == f"error: {empty} has no text"
-    assert "missing.txt" in messages[2]
-    assert len(messages) == 3
+    def give_outputs(at_tokens, at_padding):
+        def run_session(session, tokens):
+            return {"logits": torch.where(tokens.ne(1), at_tokens, at_padding)[..., None]}
 
+        monkeypatch.setattr(to_onnx, "run_session", run_session)
 
-def test_texts_need_tokenizer(pretrain, tmp_path):
-    checkpoint = pretrain("--attention", "softmax", *ONE_LAYER)
-    with pytest.raises(InputError, match="--text needs a tokenizer: give --tokenizer DIRECTORY"):
-        export(checkpoint, tmp_path / "out", int8=True, texts=["a text"])
-    assert not (tmp_path / "out").exists()
-
-
-def test_read_texts_drops_empty_lines_and_stops(tmp_path, monkeypatch):
-    monkeypatch.setattr(onnx_int8, "MAX_TEXTS", 2)
-    path = tmp_path / "texts.txt"
-    path.write_text("one\n\n a\tb \nlast\n", encoding="utf-8")
-    assert onnx_int8.read_texts(path) == ["one", "a\tb"]
-
-
-COMPARISONS = {
-    "same label as in float for 1 of 2 texts": [([[1.0, 2.0]], [[1.0, 3.0]]), ([[1.0, 2.0]], [[2.0, 1.0]])],
-    "same most likely token as in float at 3 of 4 positions": [
-        ([[[1.0, 2.0], [2.0, 1.0]]], [[[1.0, 2.0], [2.0, 1.0]]]),
-        ([[[1.0, 2.0], [2.0, 1.0]]], [[[1.0, 2.0], [1.0, 2.0]]]),
-    ],
-    "difference from the float scores of 2 texts: mean 0.2000, largest 0.3000": [
-        ([[1.0]], [[1.1]]),
-        ([[2.0]], [[1.7]]),
-    ],
-}
-
-
-@pytest.mark.parametrize("expected", COMPARISONS)
-def test_comparison_by_kind_of_model(expected, monkeypatch, tmp_path):
-    outputs = iter(torch.tensor(output) for pair in COMPARISONS[expected] for output in pair)
-    monkeypatch.setattr(to_onnx, "open_session", lambda path: path)
-    monkeypatch.setattr(to_onnx, "run_session", lambda session, tokens: {"logits": next(outputs)})
-    make_model("bert", tmp_path, headless=True)
-    AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
-    line = onnx_int8.compare_with_float(tmp_path, 10, ["a plot", "films"])
-    assert line == f"model_quantized.onnx: {expected}"
+    give_outputs(1.0, torch.nan)
+    onnx_int8.write_int8(out, config)
+    give_outputs(torch.nan, 1.0)
+    with pytest.raises(InputError, match=r"logits of model_quantized\.onnx is not finite: export without --int8"):
+        onnx_int8.write_int8(out, config)
