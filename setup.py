@@ -61,6 +61,5 @@ setup(
         ],
         "hf": HUGGING_FACE,
         "onnx": [*HUGGING_FACE, *ONNX],
-        "wandb": ["wandb>=0.31,<0.32"],
     },
 )

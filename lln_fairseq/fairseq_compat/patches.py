@@ -21,7 +21,6 @@ from fairseq import checkpoint_utils
 from fairseq.dataclass.constants import ChoiceEnum, StrEnum, StrEnumMeta
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
-from fairseq.logging import progress_bar
 from fairseq.tasks.fairseq_task import StatefulContainer
 from fairseq.trainer import Trainer
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
@@ -34,7 +33,7 @@ from lln_fairseq.checkpoints.config import KNOWN
 from lln_fairseq.checkpoints.run_tokenizer import save_tokenizer
 from lln_fairseq.errors import InputError, exit_with_one_line, first_line, in_sweep
 from lln_fairseq.fairseq_compat import log_filters
-from lln_fairseq.training import nan_report, settings, tensorboard, wandb
+from lln_fairseq.training import nan_report, settings, tensorboard
 from lln_fairseq.training.hooked_task import HookedTask
 from lln_fairseq.training.resume import reason_for_completion, restore_training_state
 from lln_fairseq.training.run_identity import check_same_run, load_run_checkpoint, run_origin
@@ -62,7 +61,6 @@ def install(run_worker: Callable) -> None:
     _wrap(checkpoint_utils, "load_checkpoint_to_cpu", _load_checkpoint_to_cpu)
     _wrap(Trainer, "load_checkpoint", _load_into_trainer)
     _wrap(Trainer, "train_step", nan_report.train_step)
-    _wrap(progress_bar.WandBProgressBarWrapper, "__init__", wandb.init_wandb)
     _wrap(distributed_utils, "call_main", functools.partial(_call_main, run_worker))
     _wrap(fairseq.dataclass.utils, "merge_with_parent", _merge_with_parent)
     _wrap(sys, "excepthook", _excepthook)
@@ -108,7 +106,6 @@ def _load_checkpoint(original: Callable, cfg: Any, trainer: Trainer, **kwargs: A
     dataset = trainer.cfg.dataset
     if isinstance(trainer.task, HookedTask) and not dataset.disable_validation:
         trainer.task.check_validation_splits(dataset.valid_subset.split(","))
-    wandb.check_wandb(trainer.cfg)
     run_state = load_run_checkpoint(cfg)
     check_same_run(trainer.cfg, run_state, getattr(trainer.task, "labels", []))
     saves = trainer.is_data_parallel_master and not cfg.no_save

@@ -20,7 +20,6 @@ from lln_fairseq.checkpoints.saving import lock_directory
 from lln_fairseq.errors import InputError, report_lost_workers
 from lln_fairseq.training import resume
 from lln_fairseq.training.malloc import disable_malloc_trim
-from lln_fairseq.training.wandb import finish_wandb_run
 
 LONGEST_BATCH = 10  # seconds to wait for a batch; torch notices an interrupted loader process after five
 
@@ -43,7 +42,7 @@ def run_worker(main: Callable, cfg: Any, **kwargs: Any) -> Any:
     disable_malloc_trim()
     resume.forget_previous_run(main)
     try:
-        with finish_wandb_run(), report_lost_workers():
+        with report_lost_workers():
             result = main(cfg, **kwargs)
             _leave_process_group_at_exit()
             return result
