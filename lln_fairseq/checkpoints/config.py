@@ -110,8 +110,7 @@ def _stored_group(group: Any) -> dict[str, Any]:
 def softmax_layers(options: Mapping[str, Any]) -> str | None:
     """Return the option softmax_layers of a model as text, or None if it names no layer.
 
-    The option can be missing, because older versions did not have it. It can be an int, because Hydra reads the number
-    of a single layer as an int.
+    fairseq's own RoBERTa has no such option. It can be an int, because Hydra reads the number of a single layer as one.
     """
     layers = options.get("softmax_layers")
     if layers is None or layers == "":

@@ -76,25 +76,18 @@ class Progress:
         saved = load_plain_data(str(self.file))
         verify_checksums(str(self.file))
         self.stages = saved["stages"]
-        # A file of an earlier version lacks the settings that did not exist yet, and was made without them.
-        new_settings = {
-            "softmax_layers": "",
-            "evaluate_rows": "None",
-            "evaluate_texts": "None",
-        }
-        settings = new_settings | saved["settings"]
-        differing = [key for key, value in self.settings.items() if settings.get(key) != value]
+        differing = [key for key, value in self.settings.items() if saved["settings"].get(key) != value]
         changeable: tuple[str, ...] = ALWAYS
         if "distillation" not in self.stages:
             changeable += UNTIL_DISTILLATION
         fixed = [key for key in differing if key not in changeable]
         if fixed:
             raise InputError(f"{self.args.out} holds a run with another {', another '.join(fixed)}: give another OUT")
-        self.complete = saved.get("complete") is True and not differing and model_exists
+        self.complete = saved["complete"] and not differing and model_exists
         if "softmax_layers" not in differing:
-            self.softmax_layers = saved.get("softmax_layers")
+            self.softmax_layers = saved["softmax_layers"]
         if "evaluate_rows" not in differing:
-            self.scores = saved.get("scores", {})
+            self.scores = saved["scores"]
 
     def create_directory(self) -> None:
         """Create OUT and lock it as long as this object lives.

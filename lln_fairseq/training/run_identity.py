@@ -239,7 +239,6 @@ def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             ignored = ignored | _options_of_other_mechanisms(options)
             if "attention" in options:
                 options["softmax_layers"] = softmax_layers(options)
-                options.setdefault("rotary", False)  # older versions did not have it
         for key, value in options.items():
             if key not in ignored:
                 yield f"{group}.{key}", value
