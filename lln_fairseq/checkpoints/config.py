@@ -50,10 +50,6 @@ def checked_config(state: Mapping[str, Any], path: str) -> DictConfig:
     defaults. A criterion that is not in KNOWN becomes None. The model group of a stock RoBERTa becomes a Namespace of
     the stored options, to which fairseq adds the options that are missing.
 
-    Args:
-        state: the content of the checkpoint
-        path: its file, for messages
-
     Raises: InputError if there is no configuration, if the model or the task is not in KNOWN, or if an option is not a
         plain value, does not have the type of its field, or does not fit the parameters.
     """
@@ -79,13 +75,9 @@ def checked_config(state: Mapping[str, Any], path: str) -> DictConfig:
 
 
 def stored_options(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the options of the model, the task and the criterion in a checkpoint, without any checks.
+    """Return the options of the groups "model", "task" and "criterion" in a checkpoint, without any checks.
 
-    Args:
-        state: the content of the checkpoint
-
-    Returns: a dictionary of options for each of "model", "task" and "criterion". The option `_name` is the name of the
-        model, task or criterion. A group that is not stored is empty.
+    The option `_name` is the name of the model, task or criterion. A group that is not stored is empty.
     """
     arguments = state.get("args")
     if isinstance(arguments, argparse.Namespace):  # a checkpoint from before Hydra: one Namespace for all groups
@@ -137,10 +129,9 @@ def config_yaml(cfg: DictConfig) -> str:
 
 
 def plain_options(group: Any) -> dict[str, Any]:
-    """Return the options of a group as a new dictionary, without values that are not plain (see `is_plain`).
+    """Return the options of a Namespace or mapping as a new dictionary, without values that are not plain (`is_plain`).
 
-    Args:
-        group: a Namespace or a mapping; for any other value the result is empty
+    For any other value the result is empty.
     """
     if isinstance(group, argparse.Namespace):
         group = vars(group)
@@ -167,15 +158,7 @@ def _checked_group(group: str, stored: Mapping[str, Any], path: str) -> dict[str
     """Return the checked options of a group, with the defaults of options that are not stored or stored as None.
 
     Stored options that are not fields of the group's dataclass are left out. So are defaults that are not plain values.
-
-    Args:
-        group: "model", "task" or "criterion"
-        stored: the stored options
-        path: the checkpoint file, for messages
-
-    Returns: the options, or None for a criterion that is not in KNOWN, because only training needs the loss
-    Raises: InputError if the model or the task is not in KNOWN, or if an option is not a plain value or does not have
-        the type of its field.
+    The result is None for a criterion that is not in KNOWN, because only training needs the loss.
     """
     name = stored.get("_name")
     registered_name = _registered_name(group, name)
@@ -233,10 +216,9 @@ def _layer_stack(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_sizes(options: Mapping[str, Any], parameters: Mapping[str, Any], path: str) -> int | None:
-    """Compare the sizes in a model's options with the shapes of its parameters.
+    """Raise InputError if the sizes in a model's options do not fit its parameters.
 
-    Returns: the number of positions in the positional table, or None if there is no table
-    Raises: InputError if an option does not fit the parameters.
+    Return the number of positions in the positional table, or None if there is no table.
     """
     for option, size in parameter_sizes(parameters).items():
         if option == "encoder_layers" and options.get("encoder_layers_to_keep"):

@@ -57,9 +57,6 @@ def convert(
 
     Returns:
         The encoder as it was written, with a note on each difference from the source.
-
-    Raises:
-        InputError: if an option or the source cannot be used, or `out` exists.
     """
     with input_errors():
         reject_layer_mechanism(attention, "cannot use the weights of a converted encoder")
@@ -106,9 +103,6 @@ def write_converted_encoder(encoder: ImportedEncoder, attention: str, directory:
     """Write dict.txt, the tokenizer's files and, last, model.pt to an existing directory.
 
     Parameters that the attention does not have are removed from `encoder.parameters`, and notes are added, in place.
-
-    Raises:
-        InputError: if a parameter does not have the shape that the model needs, or the checkpoint cannot be written.
     """
     text = "".join(f"{symbol} 0\n" for symbol in encoder.symbols)
     (directory / DICTIONARY).write_text(text, encoding="utf-8")
@@ -169,9 +163,6 @@ def load_encoder_parameters(model: nn.Module, encoder: ImportedEncoder) -> None:
 
     Parameters that the model does not have are removed from `encoder.parameters`. Notes about them, about new
     parameters of the attention and about a new language-model head are added to `encoder.notes`.
-
-    Raises:
-        InputError: if a parameter has a different shape in the model.
     """
     model_state = model.state_dict()
     unknown = [name for name in encoder.parameters if name not in model_state]

@@ -38,8 +38,8 @@ def load_model(checkpoint: str, data: str | None = None, dictionaries_only: bool
         The model and the task.
 
     Raises:
-        InputError: if the checkpoint is missing or damaged, its weights are not finite numbers, or
-            the data's dictionaries are missing, or its dictionary or labels differ from the checkpoint's.
+        InputError: if the checkpoint is missing or damaged, its weights are not finite numbers, or the data's
+            dictionaries are missing, or its dictionary or labels differ from the checkpoint's.
     """
     overrides: dict[str, Any] = {"cpu": not torch.cuda.is_available()}
     if data:

@@ -102,21 +102,11 @@ class Student(nn.Module):
         self.alignment = QKReparameterization(num_heads, head_dim)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Compute the output of the linear attention for reparameterized q and k.
-
-        Args:
-            q, k, v: (B, H, N, D), before the reparameterization
-            key_padding_mask: bool (B, N), True = padding; None if nothing is padded
-
-        Returns: (B, H, N, D)
-        """
+        """Reparameterize q and k, and compute the output of the linear attention, (B, H, N, D)."""
         return self.attention(*self.alignment(q, k), v, key_padding_mask)
 
     def with_attention(self, attention: Attention) -> "Student":
-        """Return a new student with the given attention and the same reparameterization module.
-
-        Both students share the parameters of the reparameterization. `self` is unchanged.
-        """
+        """Return a new student with another attention that shares the reparameterization with this one."""
         shared = copy.copy(self)
         shared._modules = {**self._modules, "attention": attention}
         return shared
@@ -138,13 +128,7 @@ def relative_error(out: Tensor, teacher: AttentionCall, projection: Tensor) -> T
 
 
 def _projected_square_sum(x: Tensor, mask: Tensor | None, projection: Tensor) -> Tensor:
-    """Compute ‖W x‖² over the tokens that are not padding.
-
-    Args:
-        x: (B, H, N, D)
-        mask: bool (B, N), True = padding; None if nothing is padded
-        projection: W (C, H · D)
-    """
+    """Compute ‖W x‖² over the tokens that are not padding, for x (B, H, N, D) and the projection W (C, H · D)."""
     projected = x.transpose(1, 2).flatten(2) @ projection.mT  # (B, N, C)
     if mask is not None:
         projected = projected.masked_fill(mask[..., None], 0.0)
@@ -249,14 +233,7 @@ class LayerwiseTrainer:
     warmup = 1
 
     def __init__(self, module: nn.Module, lr: float, steps: int, seed: int) -> None:
-        """Create the optimizer.
-
-        Args:
-            module: the module whose parameters are trained
-            lr: the maximum learning rate
-            steps: the number of updates
-            seed: the seed of the generator that draws the batches
-        """
+        """Create the optimizer for all parameters of `module`; `seed` is for the generator that draws the batches."""
         self.module = module
         self.lr = lr
         self.steps = steps
@@ -289,13 +266,7 @@ class LayerwiseTrainer:
         return self.errors(*texts.mixed_batch(tokens, longest, self.generator))
 
     def errors(self, tokens: Tensor) -> list[Tensor]:
-        """Compute the relative squared error of each layer on a batch.
-
-        Args:
-            tokens: ids (B, N)
-
-        Returns: scalars with gradients, in the order of the layers
-        """
+        """Compute the relative squared error of each layer on the ids (B, N), as scalars with gradients."""
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:

@@ -20,28 +20,13 @@ class Distillation(LayerwiseTrainer):
     warmup = 20
 
     def __init__(self, teacher: Any, model: Any, lr: float, steps: int, seed: int) -> None:
-        """Create the optimizer for all layers of `model`.
-
-        Args:
-            teacher: the softmax model
-            model: the linear model of the same sizes; both are RoBERTa models of this project in evaluation mode
-            lr: the maximum learning rate
-            steps: the number of updates
-            seed: the seed of the random batches
-        """
+        """Create the optimizer for all layers of `model`; both models are in evaluation mode."""
         super().__init__(model.encoder.sentence_encoder.layers, lr, steps, seed)
         self.teacher = teacher
         self.model = model
 
     def errors(self, tokens: Tensor, segment_lengths: Tensor | None = None) -> list[Tensor]:
-        """Compute ‖h - h'‖² / ‖h'‖² of each layer on a batch.
-
-        Args:
-            tokens: ids (B, N)
-            segment_lengths: the lengths of the first segments (B,); None: those that the tokens show
-
-        Returns: scalars with gradients, in the order of the layers
-        """
+        """Compute ‖h - h'‖² / ‖h'‖² of each layer; the arguments and the result are those of `Students.errors`."""
         with torch.no_grad():
             teacher_states = hidden_states(self.teacher, tokens)
         states = hidden_states(self.model, tokens, segment_lengths)

@@ -39,16 +39,10 @@ class Students(LayerwiseTrainer):
         steps: int,
         seed: int,
     ) -> None:
-        """Create the students on the model's device. The model itself stays unchanged until `fold`.
+        """Create the students on the model's device. The model, the teacher, stays unchanged until `fold`.
 
-        Args:
-            model: the teacher, a RoBERTa model of this project in evaluation mode
-            attention: the name of the students' attention
-            options: options of that attention; options that are left out have their defaults
-            lr: the maximum learning rate
-            steps: the number of updates
-            seed: the seed of the random batches, and of the initial parameters of the attentions; torch's global
-                generator is set to it
+        `options` are those of the students' attention. `seed` determines the batches and the initial parameters, and
+        torch's global generator is set to it.
         """
         self.model = model
         self.layers = list(model.encoder.sentence_encoder.layers)
@@ -65,15 +59,13 @@ class Students(LayerwiseTrainer):
         super().__init__(nn.ModuleList(self.students).to(teacher.q_proj.weight.device), lr, steps, seed)
 
     def errors(self, tokens: Tensor, segment_lengths: Tensor | None = None) -> list[Tensor]:
-        """Compute the relative squared error of each layer on a batch.
+        """Compute the relative squared error of each layer on a batch, as scalars with gradients for the students.
 
-        Each student gets the q, k, v and mask of the teacher's attention in its layer. Only the students get gradients.
+        Each student gets the q, k, v and mask of the teacher's attention in its layer.
 
         Args:
             tokens: ids (B, N), on any device
             segment_lengths: the lengths of the first segments (B,); None: those that the tokens show
-
-        Returns: scalars with gradients, in the order of the layers
         """
         device = next(self.model.parameters()).device
         tokens = tokens.to(device)
@@ -91,12 +83,9 @@ class Students(LayerwiseTrainer):
         return errors
 
     def branches(self) -> dict[str, list[Student]]:
-        """Return students that use only one branch of a hybrid attention, such as its LLN part.
+        """Return, by the name of each branch of a hybrid attention, such as its LLN part, one student per layer for it.
 
-        They share their parameters with the students that are trained.
-
-        Returns: a list with one student per layer for each branch, by the name of the branch; empty if the attention is
-            not a hybrid
+        They share their parameters with the students that are trained. The result is empty for other attentions.
         """
         branches = {}
         for name in self.students[0].attention.branches():
@@ -104,13 +93,10 @@ class Students(LayerwiseTrainer):
         return branches
 
     def fold(self, softmax_layers: Collection[int] = ()) -> dict[str, Tensor]:
-        """Turn the model into the linear model, in place. Call it once, after the training.
+        """Turn the model, except for `softmax_layers`, into the linear one in place. Call it once, after the training.
 
         The reparameterizations are folded into the projections of the queries and keys, and the linear attentions
         replace the model's attentions.
-
-        Args:
-            softmax_layers: the numbers of layers that stay unchanged
 
         Returns: the parameters that changed or are new, on the CPU, by their names in the model
         """
@@ -144,16 +130,7 @@ class HeldOutSet:
     """
 
     def __init__(self, model: Any, texts: TokenStream, count: int, length: int) -> None:
-        """Cut the texts and compute the teacher's vectors.
-
-        Args:
-            model: the teacher; `Students.fold` must not have been called yet
-            texts: the stream to cut from
-            count: the number of texts
-            length: tokens per text
-
-        Raises: InputError if the stream is too short.
-        """
+        """Cut `count` texts of `length` tokens, and compute the teacher's vectors; call it before `Students.fold`."""
         self.model = model
         self.length = length
         self.layers = list(model.encoder.sentence_encoder.layers)

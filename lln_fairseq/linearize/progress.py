@@ -39,10 +39,7 @@ class Progress:
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """Load the progress of an earlier run, if OUT holds one.
-
-        Raises: InputError if OUT holds a run with other settings, or another model.
-        """
+        """Load the progress of an earlier run, if OUT holds one with these settings."""
         self.args = args
         self.file = args.out / PROGRESS
         self.stages: dict[str, Any] = {}  # states of the trainers, by stage
@@ -72,7 +69,6 @@ class Progress:
         return identities
 
     def _load(self, model_exists: bool) -> None:
-        """Load the saved progress. Raises: InputError if a setting differs that the run can no longer change."""
         saved = load_plain_data(str(self.file))
         verify_checksums(str(self.file))
         self.stages = saved["stages"]
@@ -90,10 +86,7 @@ class Progress:
             self.scores = saved["scores"]
 
     def create_directory(self) -> None:
-        """Create OUT and lock it as long as this object lives.
-
-        Raises: InputError if another conversion is running in it, or has written it since this object was created.
-        """
+        """Create OUT and lock it as long as this object lives."""
         self.args.out.mkdir(parents=True, exist_ok=True)
         self.lock = lock_directory(self.args.out, "conversion", "OUT")
         if self._file_identities() != self.files_before:
@@ -114,8 +107,6 @@ class Progress:
             name: the stage, one of LR_OPTIONS
             texts: a TokenStream, or the TaskRows of a split
             longest: tokens of the longest texts
-
-        Raises: InputError if a loss is not finite.
         """
         if name in self.stages:
             trainer.restore(self.stages[name])

@@ -116,12 +116,9 @@ def match_moments_pytorch(
 
 
 def _alpha_beta(sigma_q: Tensor, sigma_k: Tensor, constants: str, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Compute α and β of eq. 10 from σ_q and σ_k.
+    """Compute α and β of eq. 10 from σ_q and σ_k, in their shape.
 
-    Args:
-        sigma_q, sigma_k: any shape, which α and β get too.
-        constants: "calibrated" or "paper".
-        table: the vectors log s and log σ̃²; ignored if constants is "paper".
+    `table` has the vectors log s and log σ̃². It is ignored if the constants are "paper".
     """
     log_s = 2 * (sigma_q.log() + sigma_k.log())
     if constants == "paper":
@@ -191,12 +188,9 @@ def _token_moments(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
 
 
 def _standard_deviation(moments: Tensor) -> Tensor:
-    """Return the population standard deviation, at least MIN_SIGMA.
+    """Return the population standard deviation (...), at least MIN_SIGMA.
 
-    Args:
-        moments: the number of elements, their sum and the sum of their squares, (3, ...).
-
-    Returns: (...), that is, without the first dimension of the moments.
+    `moments` (3, ...) are the number of elements, their sum and the sum of their squares.
     """
     count = moments[0].clamp_min(1.0)
     mean = moments[1] / count
@@ -205,16 +199,9 @@ def _standard_deviation(moments: Tensor) -> Tensor:
 
 
 def interpolate(x: Tensor, xs: Tensor, ys: Tensor) -> Tensor:
-    """Evaluate the piecewise linear function through the points (xs, ys) at x.
+    """Evaluate the piecewise linear function through the points (xs, ys) at x, which has any shape.
 
-    Beyond the first and the last point, the nearest segment continues.
-
-    Args:
-        x: any shape.
-        xs: the abscissas of the points in ascending order, (P,) with P >= 2.
-        ys: the ordinates of the points, (P,).
-
-    Returns: the values at x, in the shape of x.
+    There are at least two points, ascending in xs. Beyond the first and the last, the nearest segment continues.
     """
     right = torch.bucketize(x, xs).clamp(1, xs.numel() - 1)
     left = right - 1
@@ -267,25 +254,15 @@ def _shipped_tables() -> dict[str, list[list[float]]]:
 
 
 def log_softmax_matrix(x: Tensor, y: Tensor, s: float) -> Tensor:
-    """Return log P of softmax attention for simulated queries and keys with σ_q² σ_k² = s.
+    """Return log P (H, N, N) of softmax attention for σ_q² σ_k² = s.
 
-    Args:
-        x, y: the queries and keys before scaling, (H, N, D), samples of N(0, 1).
-
-    Returns: (H, N, N).
+    x and y are the queries and keys before scaling, (H, N, D), samples of N(0, 1).
     """
     return (math.sqrt(s) * x @ y.mT / math.sqrt(x.shape[-1])).log_softmax(dim=-1)
 
 
 def log_lln_matrix(x: Tensor, y: Tensor, sigma2: float) -> Tensor:
-    """Return log P of LLN attention for simulated queries and keys, with α = β = σ̃ / √2.
-
-    Args:
-        x, y: the queries and keys, (H, N, D), samples of N(0, 1).
-        sigma2: σ̃².
-
-    Returns: (H, N, N).
-    """
+    """Return log P (H, N, N) of LLN attention for σ̃² = sigma2, with α = β = σ̃ / √2 and x, y as for softmax."""
     scale = math.sqrt(sigma2 / 2)
     # In the whole range of σ̃ the exponentials fit into float32 without subtracting a maximum.
     return ((scale * x).exp() @ (scale * y).exp().mT).log().log_softmax(dim=-1)

@@ -229,9 +229,8 @@ def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     - the options in COMPARED
     - the size of an update, see `_update_size`
 
-    Args:
-        config: a whole configuration. Each group is a dictionary, or a Namespace if its class has no dataclass. A group
-            that is missing yields nothing.
+    Each group of the configuration is a dictionary, or a Namespace if its class has no dataclass. A missing group
+    yields nothing.
     """
     for group, ignored in MAY_CHANGE.items():
         options = _declared_options(group, config.get(group))
@@ -259,11 +258,8 @@ def _declared_options(group_name: str, group: Any) -> dict[str, Any]:
     The optimizer sgd, fairseq's own RoBERTa and other classes without a dataclass have a Namespace for a group. It
     contains all command-line arguments, including the arguments of other groups.
 
-    Args:
-        group_name: a key of MAY_CHANGE
-        group: a dictionary or a Namespace of options
-    Returns: the plain options of a dictionary. For a Namespace, only `_name` and the arguments that the class itself
-        adds to a parser. For any other `group`, an empty dictionary.
+    The result has the plain options of a dictionary. Of a Namespace, it has only `_name` and the arguments that the
+    class itself adds to a parser. For any other `group` it is empty.
     """
     options = plain_options(group)
     if not isinstance(group, argparse.Namespace):
