@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests the Triton kernels on a GPU, times attentions and training updates, and writes runs/gpu/report.txt.
-#   scripts/gpu_run.sh                 about a quarter of an hour
+#   scripts/gpu_run.sh                 at most half an hour
 #   scripts/gpu_run.sh --pack FOLDER   copies the project and wheels to a new folder
 #
 # It needs a Python with torch, triton, pytest and pytest-xdist; PYTHON=python3.12 selects another one. For a machine

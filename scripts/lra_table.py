@@ -3,7 +3,7 @@
 python -m scripts.lra_table runs/lra --benchmark table4.json --latex table5.tex
 
 Table 5 has the accuracies, as medians over seeds: the program reads every RUN/TASK/seedN/test.json below the directory,
-and the table has a row for each RUN. Stand-in tasks (*_stand_in) have their own columns and do not count in the mean.
+and the table has a row for each RUN.
 Table 4 has the time and the memory of training: --benchmark names the file that scripts.benchmarks.lra wrote.
 """
 
@@ -25,9 +25,6 @@ TASKS = {
     "retrieval": "Retrieval",
     "pathfinder": "Pathfinder",
     "image": "Image",
-    "text_stand_in": "text stand-in",
-    "retrieval_stand_in": "retrieval stand-in",
-    "image_stand_in": "image stand-in",
 }
 
 # Table 5 of arXiv 2311.13541: accuracies in percent, in the order above, and the mean that the paper reports.

@@ -4,8 +4,7 @@
     scripts/lra_all.sh --attentions "softmax lln_diag" --tasks "listops text" --seeds "1 2" run=gpu1
 
 Results are written to runs/lra/ATTENTION/TASK/seedN. For a single task, checkpoint.save_dir selects another directory.
-lra_all.sh prints the paper's Table 5. Tasks whose names end in _stand_in are not tasks of the paper. To prepare the
-data, see python -m data_prep.lra --help
+lra_all.sh prints the paper's Table 5. To prepare the data, see python -m data_prep.lra --help
 """
 
 import argparse
