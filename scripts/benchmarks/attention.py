@@ -30,6 +30,7 @@ from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
 from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import run_main
 from lln_fairseq.ops.lln import lln_attention
+from lln_fairseq.terminal import aligned, at_least_one, program_parser
 from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.benchmarks.meter import (
     OutOfMemory,
@@ -39,9 +40,9 @@ from scripts.benchmarks.meter import (
     device_name,
     growth,
     interleaved,
+    output_file,
     peak_memory,
 )
-from scripts.terminal import aligned, at_least_one, output_file, program_parser
 
 SDPA = "sdpa"
 LONG = 2048  # the growth of the times is measured from this number of tokens

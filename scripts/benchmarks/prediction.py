@@ -34,11 +34,10 @@ from lln_fairseq.command import run_main
 from lln_fairseq.data.special_symbols import BOS, EOS, NUM_SPECIAL, PAD
 from lln_fairseq.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
 from lln_fairseq.data.vocabulary import new_vocabulary
-from lln_fairseq.linearize.progress_bar import progress_bar
 from lln_fairseq.models.presets import PRESETS
+from lln_fairseq.terminal import aligned, at_least_one, program_parser, progress_bar
 from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.benchmarks.meter import cpu_instructions, device_name, interleaved
-from scripts.terminal import aligned, at_least_one, program_parser
 
 SIZES = {**PRESETS, "minilm": (6, 384, 1536, 12)}  # minilm: the sizes of all-MiniLM-L6-v2
 SOFTMAX = "softmax"

@@ -31,8 +31,8 @@ from lln_fairseq.command import UserError, run_main
 from lln_fairseq.models.presets import PRESETS
 from lln_fairseq.modules.encoder import LLNEncoderLayer
 from lln_fairseq.modules.token_shards import shard_bounds
+from lln_fairseq.terminal import aligned, at_least_one, program_parser
 from scripts.benchmarks.meter import can_measure_resident_peak, growth, resident_peak_of
-from scripts.terminal import aligned, at_least_one, program_parser
 
 PRESET = "small"
 REPEATS = 3
