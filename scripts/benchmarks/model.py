@@ -7,10 +7,11 @@ An iteration is a forward pass, a backward pass and an optimizer step. Without -
 with a RoBERTa on random tokens, 15% of which are masked. With --tasks, it is classification with the model in
 configs/model/lra.yaml, at the lengths of the Long Range Arena's tasks and their batch sizes divided by --divide.
 
-All attentions are timed in turn in the same model, repeat by repeat, and the tables show the medians. `softmax` is
-torch's fused kernel, which fairseq's own RoBERTa also calls with torch 2. `softmax_matrix` builds the N x N matrix, as
-fairseq did when the paper was written. As in fairseq, float16 has float32 master weights, but the loss scale is
-constant. Peak memory is reported by torch on a GPU; on a CPU it is the peak of the resident set of a child process.
+All attentions are timed in turn, repeat by repeat, and the tables show the medians. Each has a model and optimizer
+of its own in memory: give fewer --attentions if they do not fit. `softmax` is torch's fused kernel, which fairseq's own
+RoBERTa also calls with torch 2. `softmax_matrix` builds the N x N matrix, as fairseq did when the paper was written. As
+in fairseq, float16 has float32 master weights, but the loss scale is constant. Peak memory is that of a model alone, as
+torch reports it on a GPU; on a CPU it is the peak of the resident set of a child process.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lln_fairseq
-from lln_fairseq.attention import LAYER_REGISTRY, MECHANISMS, EncoderLayer, build_attention, build_layer
+from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.attention.layers import check_attention_spec
 from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import run_main
@@ -56,12 +57,22 @@ FIRST_WORD = 4  # after fairseq's four special symbols
 MASKED_FRACTION = 0.15
 LOSS_SCALE = 128.0  # for float16
 
-TASKS = {  # length, batch size, classes, number of sequences in a sample
-    "text": (4096, 32, 2, 1),
-    "listops": (2048, 32, 10, 1),
-    "retrieval": (4096, 16, 2, 2),
-    "pathfinder": (1024, 128, 2, 1),
-    "image": (1024, 256, 10, 1),
+
+class Task(NamedTuple):
+    """The sizes of a task of the Long Range Arena, as in configs/lra. A sample has one or two sequences."""
+
+    length: int
+    batch: int
+    classes: int
+    sequences: int = 1
+
+
+TASKS = {
+    "text": Task(4096, 32, 2),
+    "listops": Task(2048, 32, 10),
+    "retrieval": Task(4096, 16, 2, sequences=2),
+    "pathfinder": Task(1024, 128, 2),
+    "image": Task(1024, 256, 10),
 }
 TASK_ATTENTIONS = (  # with the options of Skyformer's code base, which the paper used
     SOFTMAX,
@@ -165,107 +176,81 @@ class Adam:
 
 
 class Training:
-    """Training iterations of one RoBERTa with different mechanisms on one batch of random tokens.
+    """Masked language modeling of one RoBERTa on one batch of random tokens.
 
-    `add` builds a mechanism by name, and `iteration` trains the model with it. An attention is put into RoBERTa's
-    layers, and a mechanism that replaces whole layers takes their place. The models of such mechanisms also differ from
-    RoBERTa in other ways, such as missing position embeddings, which have little effect and are ignored.
-
-    The parameters of each mechanism have their own optimizer. All attentions share an optimizer for RoBERTa's layers.
-    One more optimizer, for the parameters outside the layers, is used with every mechanism.
+    Args:
+        name: an attention spec, or "softmax_matrix".
+        length: tokens per sequence.
+        args: the command line.
     """
 
-    def __init__(self, args: argparse.Namespace, length: int) -> None:
+    def __init__(self, name: str, length: int, args: argparse.Namespace) -> None:
         torch.manual_seed(0)
         self.args = args
-        self.length = length
-        self.model = self.build_model().to(device=args.device, dtype=DTYPES[args.dtype]).train()
-        self.layers = self.model.encoder.sentence_encoder.layers
-        self.roberta_layers = list(self.layers)
-        self.mechanisms: dict[str, tuple[nn.ModuleList, list[Adam]]] = {}
-        ids_in_layers = {id(parameter) for parameter in self.layers.parameters()}
-        self.adam = Adam([parameter for parameter in self.model.parameters() if id(parameter) not in ids_in_layers])
-        self.layers_adam: Adam | None = None
+        self.shape = (args.batch, length)
+        model = build_model(name, length, args, **self.model_options())
+        self.model = self.add_head(model).to(device=args.device, dtype=DTYPES[args.dtype]).train()
+        self.adam = Adam(list(self.model.parameters()))
         self.make_batch()
 
-    def build_model(self) -> Any:
-        """Return a RoBERTa without attentions, in float32 on the CPU."""
-        return fairseq_model(self.args, self.length)
+    def model_options(self) -> dict[str, Any]:
+        return {}
+
+    def add_head(self, model: Any) -> Any:
+        return model
 
     def make_batch(self) -> None:
         """Set the random words and masked positions, of which the first one of each sequence is always masked."""
-        words = self.random_words()
-        masked = (torch.rand(words.shape) < MASKED_FRACTION).index_fill_(1, torch.tensor([0]), True)
+        masked = (torch.rand(self.shape) < MASKED_FRACTION).index_fill_(1, torch.tensor([0]), True)
         self.masked = masked.to(self.args.device)
-        self.words = words.to(self.args.device)
+        self.words = self.random_words()
 
     def random_words(self) -> Tensor:
-        return torch.randint(FIRST_WORD, self.args.vocabulary, (self.args.batch, self.length))
+        return torch.randint(FIRST_WORD, self.args.vocabulary, self.shape).to(self.args.device)
 
     def loss(self) -> Tensor:
         logits, _ = self.model(src_tokens=self.words, masked_tokens=self.masked)
         return F.cross_entropy(logits.float(), self.words[self.masked])
 
-    def add(self, name: str) -> None:
-        """Build a mechanism from its spec, and its optimizers."""
-        modules = nn.ModuleList(self.build_modules(name))
-        modules.to(device=self.args.device, dtype=DTYPES[self.args.dtype]).train()
-        optimizers = [self.adam]
-        if parameters := list(modules.parameters()):
-            optimizers.append(Adam(parameters))
-        if not isinstance(modules[0], EncoderLayer):  # an attention: RoBERTa's layers are trained too
-            if self.layers_adam is None:
-                self.layers_adam = Adam(list(nn.ModuleList(self.roberta_layers).parameters()))
-            optimizers.append(self.layers_adam)
-        self.mechanisms[name] = (modules, optimizers)
-
-    def build_modules(self, name: str) -> Sequence[nn.Module]:
-        """Return an attention for each layer of the model, or the new layers of a mechanism that replaces them."""
-        args = self.args
-        count = len(self.layers)
-        _, dim, _, heads = PRESETS[args.preset]
-        mechanism, options = parse_attention_spec(name)
-        if mechanism in LAYER_REGISTRY:
-            defaults = {"dim": dim, "dropout": args.dropout, "attention_dropout": args.attention_dropout}
-            return [build_layer(mechanism, **defaults | options) for _ in range(count)]
-        sizes = {
-            "num_heads": heads,
-            "head_dim": dim // heads,
-            "max_positions": self.length,
-            "dropout": args.attention_dropout,
-        }
-        if name == MATRIX:
-            mechanism = SOFTMAX
-        attentions = [build_attention(mechanism, **sizes | options) for _ in range(count)]
-        for layer, attention in enumerate(attentions):
-            attention.set_depth(layer, count)
-        if name == MATRIX:
-            return [MatrixSoftmax(attention) for attention in attentions]
-        return attentions
-
-    def put_in_place(self, modules: nn.ModuleList) -> None:
-        """Put the modules of a mechanism into the model in place of the current ones."""
-        for number, module in enumerate(modules):
-            if isinstance(module, EncoderLayer):
-                self.layers[number] = module
-            else:
-                self.layers[number] = self.roberta_layers[number]
-                self.layers[number].self_attn.attention = module
-
-    def iteration(self, name: str) -> None:
-        """Run a forward pass, a backward pass and an optimizer step. The gradients stay until the next call."""
-        modules, optimizers = self.mechanisms[name]
-        self.put_in_place(modules)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+    def iteration(self) -> None:
+        """Run a forward pass, a backward pass and an optimizer step."""
         loss_scale = LOSS_SCALE if self.args.dtype == "float16" else 1.0
         (self.loss() * loss_scale).backward()
-        for optimizer in optimizers:
-            optimizer.step()
+        self.adam.step()
+        self.adam.zero_grad()  # a model that waits for its turn holds no gradients
 
 
-def fairseq_model(args: argparse.Namespace, length: int, **options: Any) -> Any:
-    """Build RoBERTa with an identity module in place of each attention. `options` are further ones of the model."""
+class TaskTraining(Training):
+    """Classification with the model in configs/model/lra.yaml on one random batch of the task args.task."""
+
+    def model_options(self) -> dict[str, Any]:
+        return {
+            "encoder_normalize_before": True,
+            "activation_dropout": self.args.dropout,
+            "pooling": "mean",
+            "pooler_dim": 128,
+            "pooler_activation_fn": "relu",
+            "linear_init": "torch",
+            "two_towers": TASKS[self.args.task].sequences == 2,
+        }
+
+    def add_head(self, model: Any) -> Any:
+        model.register_classification_head(HEAD, num_classes=TASKS[self.args.task].classes)
+        return model
+
+    def make_batch(self) -> None:
+        task = TASKS[self.args.task]
+        names = ("src_tokens", "other_tokens")[: task.sequences]
+        self.inputs = {name: self.random_words() for name in names}
+        self.labels = torch.randint(task.classes, (self.args.batch,), device=self.args.device)
+
+    def loss(self) -> Tensor:
+        logits, _ = self.model(**self.inputs, features_only=True, classification_head_name=HEAD)
+        return F.cross_entropy(logits.float(), self.labels)
+
+
+def build_model(name: str, length: int, args: argparse.Namespace, **further: Any) -> Any:
+    """Build RoBERTa with an attention, in float32 on the CPU. `further` are other options of the model."""
     lln_fairseq.register()  # before fairseq is imported: it configures the root logger
     from fairseq.data import Dictionary
     from omegaconf import OmegaConf
@@ -275,53 +260,24 @@ def fairseq_model(args: argparse.Namespace, length: int, **options: Any) -> Any:
     dictionary = Dictionary()
     for word in range(args.vocabulary - len(dictionary)):
         dictionary.add_symbol(str(word))
-    options |= dict(zip(SIZE_FIELDS, PRESETS[args.preset], strict=True))
-    options |= {"attention": SOFTMAX, "max_positions": length, "dropout": args.dropout}
+    attention, spec_options = parse_attention_spec(SOFTMAX if name == MATRIX else name)
+    attention_dropout = spec_options.pop("dropout", args.attention_dropout)
+    options = further | dict(zip(SIZE_FIELDS, PRESETS[args.preset], strict=True))
+    options |= {"attention": attention, "max_positions": length}
+    options |= {"dropout": args.dropout, "attention_dropout": attention_dropout}
+    options |= {f"{attention}_{key}": value for key, value in spec_options.items()}
     model = LLNRobertaModel.build_model(OmegaConf.create(options), SimpleNamespace(source_dictionary=dictionary))
-    for layer in model.encoder.sentence_encoder.layers:
-        layer.self_attn.attention = nn.Identity()
+    if name == MATRIX:
+        for layer in model.encoder.sentence_encoder.layers:
+            layer.self_attn.attention = MatrixSoftmax(layer.self_attn.attention)
     return model
 
 
-class LraTraining(Training):
-    """Training iterations of the model in configs/model/lra.yaml on one random batch of the task args.task."""
-
-    def build_model(self) -> Any:
-        """Return a classifier, with two towers if a sample has two sequences."""
-        _, _, classes, sequences = TASKS[self.args.task]
-        model = fairseq_model(
-            self.args,
-            self.length,
-            encoder_normalize_before=True,
-            activation_dropout=self.args.dropout,
-            pooling="mean",
-            pooler_dim=128,
-            pooler_activation_fn="relu",
-            linear_init="torch",
-            two_towers=sequences == 2,
-        )
-        model.register_classification_head(HEAD, num_classes=classes)
-        return model
-
-    def make_batch(self) -> None:
-        _, _, classes, sequences = TASKS[self.args.task]
-        names = ("src_tokens", "other_tokens")[:sequences]
-        self.inputs = {name: self.random_words().to(self.args.device) for name in names}
-        self.labels = torch.randint(classes, (self.args.batch,), device=self.args.device)
-
-    def loss(self) -> Tensor:
-        logits, _ = self.model(**self.inputs, features_only=True, classification_head_name=HEAD)
-        return F.cross_entropy(logits.float(), self.labels)
-
-
-def run_two_iterations(name: str, length: int, args: argparse.Namespace) -> None:
-    """Build a model with one mechanism and train it: the second iteration needs as much memory as all later ones."""
-    training = args.training(args, length)
-    training.add(name)
-    if training.layers_adam is None:
-        training.roberta_layers.clear()  # the mechanism replaced them, so its memory must not include them
-    for _ in range(2):
-        training.iteration(name)
+def train_twice(name: str, length: int, args: argparse.Namespace) -> None:
+    """Build a model and train it: the second iteration needs as much memory as all later ones."""
+    training = args.training(name, length, args)
+    training.iteration()
+    training.iteration()
 
 
 def prepare_training(name: str, length: int, args: argparse.Namespace) -> Callable[[], None]:
@@ -330,11 +286,8 @@ def prepare_training(name: str, length: int, args: argparse.Namespace) -> Callab
     A tiny model is trained first, so that the libraries that are loaded on first use are not measured.
     """
     torch.set_num_threads(args.threads)
-    if not args.tasks:
-        run_two_iterations(name, 64, argparse.Namespace(**vars(args) | {"preset": "tiny"}))
-    else:
-        run_two_iterations(name, 64, argparse.Namespace(**vars(args) | {"batch": 1}))
-    return functools.partial(run_two_iterations, name, length, args)
+    train_twice(name, 64, argparse.Namespace(**vars(args) | {"preset": "tiny", "batch": 1}))
+    return functools.partial(train_twice, name, length, args)
 
 
 def measure_column(column: str, length: int, args: argparse.Namespace) -> list[Row]:
@@ -347,11 +300,7 @@ def measure_column(column: str, length: int, args: argparse.Namespace) -> list[R
             except OutOfMemory:
                 row.oom = True
     timed_rows = [row for row in rows if not row.oom]
-    training = args.training(args, length)
-    runs = {}
-    for row in timed_rows:
-        training.add(row.attention)
-        runs[row.attention] = functools.partial(training.iteration, row.attention)
+    runs = {row.attention: args.training(row.attention, length, args).iteration for row in timed_rows}
     times = interleaved(runs, args.device, args.repeats)
     for row in timed_rows:
         row.time = Spread.of(times[row.attention])
@@ -451,7 +400,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         args.repeats = 1
     args.vocabulary = SMALL_VOCABULARY if args.preset in ("nano", "tiny") else VOCABULARY
     if args.tasks:
-        args.training = LraTraining
+        args.training = TaskTraining
         args.preset = "lra"
         args.vocabulary = TASK_VOCABULARY
         args.batch = f"/ {args.divide}"  # of each task
@@ -482,9 +431,8 @@ def benchmark(args: argparse.Namespace) -> None:
     if args.tasks:
         columns = {}
         for task in args.tasks:
-            length, batch, _, _ = TASKS[task]
-            of_task = {"task": task, "batch": max(batch // args.divide, 1)}
-            columns[task] = (length, argparse.Namespace(**vars(args) | of_task))
+            of_task = {"task": task, "batch": max(TASKS[task].batch // args.divide, 1)}
+            columns[task] = (TASKS[task].length, argparse.Namespace(**vars(args) | of_task))
     rows: list[Row] = []
     for column, (length, column_args) in columns.items():
         rows += measure_column(column, length, column_args)
