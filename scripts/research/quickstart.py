@@ -63,7 +63,7 @@ class Experiment:
         return {split: json.loads((directory / f"{split}.json").read_text()) for split in SPLITS}
 
     def times_table(self) -> str:
-        rows = [("wall time", "[s]")]
+        rows = [("wall time of this command", "[s]")]
         for name, seconds in [*self.times.items(), ("sum", sum(self.times.values()))]:
             rows.append((name, f"{seconds:.0f}"))
         return aligned(rows)

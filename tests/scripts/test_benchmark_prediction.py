@@ -17,7 +17,7 @@ def offline(monkeypatch, tmp_path_factory):
 def test_lengths_are_timed_for_every_model(offline, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "REPEATS", 1)
 
-    assert benchmark.main(["--presets", "tiny", "--lengths", "5", "40", "--repeats", "1"]) == 0
+    assert benchmark.main(["--presets", "tiny", "--lengths", "5", "40", "--repeats", "1", "--mixed"]) == 0
 
     out = capsys.readouterr().out
     for row in ("lln_diag", "transformers, sdpa", "by length", "in order"):
