@@ -72,7 +72,7 @@ def at_least_one(text: str) -> int:
     return number
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
+def text_table(rows: Sequence[Sequence[str]]) -> str:
     """Return a table as text: the first column left-aligned, all others right-aligned, no final line break."""
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
     lines = []

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from lln_fairseq.command import UserError, run_main
-from lln_fairseq.terminal import aligned, program_parser
+from lln_fairseq.terminal import program_parser, text_table
 
 Accuracies = Sequence[float | None]  # in percent, in the order of the tasks; None is missing
 
@@ -127,7 +127,7 @@ def latex(rows: list[list[str]]) -> str:
 
 def show_table(table: ScoreTable, directory: Path, latex_file: Path | None) -> None:
     rows = table_rows(read_accuracies(directory, table), table)
-    print(aligned(rows))
+    print(text_table(rows))
     if latex_file:
         latex_file.write_text(latex(rows), encoding="utf-8")
 

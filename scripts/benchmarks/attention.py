@@ -30,7 +30,7 @@ from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
 from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import run_main
 from lln_fairseq.ops.lln import lln_attention
-from lln_fairseq.terminal import aligned, at_least_one, program_parser
+from lln_fairseq.terminal import at_least_one, program_parser, text_table
 from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.benchmarks.meter import (
     OutOfMemory,
@@ -182,7 +182,7 @@ def results_table(rows: list[Row], names: list[str]) -> str:
         if row.floors:
             line += [f"{row.floors[0] / row.forward.median:.2f}", f"{row.floors[1] / row.both.median:.2f}"]
         cells.append(line)
-    lines = [aligned(cells), "", f"time of forward + backward grows like N^p from N = {LONG}:"]
+    lines = [text_table(cells), "", f"time of forward + backward grows like N^p from N = {LONG}:"]
     for name in names:
         points = [(row.length, row.both.median) for row in rows if row.attention == name and row.length >= LONG]
         exponent = None

@@ -34,7 +34,7 @@ from lln_fairseq.attention.layers import check_attention_spec
 from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import run_main
 from lln_fairseq.models.presets import PRESETS
-from lln_fairseq.terminal import aligned, at_least_one, program_parser
+from lln_fairseq.terminal import at_least_one, program_parser, text_table
 from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.benchmarks.meter import (
     OutOfMemory,
@@ -312,7 +312,7 @@ def grid(head: str, columns: Sequence[str], cells: Mapping[tuple[str, str], str]
     lines = [["", *columns]]
     for name in dict.fromkeys(name for name, _ in cells):
         lines.append([name, *(cells.get((name, column), "") for column in columns)])
-    return f"{head}\n{aligned(lines)}"
+    return f"{head}\n{text_table(lines)}"
 
 
 def ratios(measured: Values, paper: Mapping[str, Sequence[float | None]], paper_columns: Sequence[str]) -> Values:

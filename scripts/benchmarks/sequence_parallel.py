@@ -31,7 +31,7 @@ from lln_fairseq.command import UserError, run_main
 from lln_fairseq.models.presets import PRESETS
 from lln_fairseq.modules.encoder import LLNEncoderLayer
 from lln_fairseq.modules.token_shards import shard_bounds
-from lln_fairseq.terminal import aligned, at_least_one, program_parser
+from lln_fairseq.terminal import at_least_one, program_parser, text_table
 from scripts.benchmarks.meter import can_measure_resident_peak, growth, resident_peak_of
 
 PRESET = "small"
@@ -136,8 +136,8 @@ def results_table(rows: list[Row]) -> str:
         cells.append([f"{row.tokens:,}", f"{row.seconds:.2f}", f"{row.peak / 1e9:.2f}", f"{row.sent / 1e3:.1f}"])
     exponent = growth([(row.tokens, row.seconds) for row in rows])
     if exponent is None:
-        return aligned(cells)
-    return f"{aligned(cells)}\nseconds grow like N^{exponent:.2f}"
+        return text_table(cells)
+    return f"{text_table(cells)}\nseconds grow like N^{exponent:.2f}"
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -32,7 +32,7 @@ from lln_fairseq.analysis.events import Curve, read_curves
 from lln_fairseq.attention.layers import check_attention_spec
 from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import UserError, run_main
-from lln_fairseq.terminal import aligned, at_least_one, program_parser
+from lln_fairseq.terminal import at_least_one, program_parser, text_table
 from scripts.research.training import (
     call_logged,
     compose_config,
@@ -281,7 +281,7 @@ def comparison_table(results: Sequence[AttentionResults], seeds: Sequence[int]) 
         f"median (lowest to highest) over the seeds {', '.join(map(str, seeds))}; valid loss: the last one of "
         f"pre-training; above {baseline.attention}: its difference from {baseline.attention} with the same seed"
     )
-    return f"{aligned(lines)}\n{note}"
+    return f"{text_table(lines)}\n{note}"
 
 
 def plot_losses(path: Path, results: Sequence[AttentionResults]) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lln_fairseq.command import run_main
-from lln_fairseq.terminal import aligned, program_parser
+from lln_fairseq.terminal import program_parser, text_table
 from scripts.research.training import call_logged, is_newer
 
 JOINT = "--option mix=joint_offset gain=learned block_size="
@@ -89,8 +89,8 @@ def run_experiment(args: argparse.Namespace) -> None:
             call_logged(f"linearize {name}", words, args.out / "logs" / f"linearize_{file_name(name)}.log")
             accuracies.append(evaluate(name, out / "model.pt", args))
         rows.append(format_row(variant, accuracies, teacher_accuracies))
-        print(aligned([rows[0], rows[1], rows[-1]]), flush=True)
-    print(f"\n{aligned(rows)}")
+        print(text_table([rows[0], rows[1], rows[-1]]), flush=True)
+    print(f"\n{text_table(rows)}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

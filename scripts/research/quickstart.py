@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from data_prep.encoders import ENCODERS
 from lln_fairseq.analysis.events import Curve, read_curves
 from lln_fairseq.command import run_main
-from lln_fairseq.terminal import aligned
+from lln_fairseq.terminal import text_table
 from scripts.figures import Settings, figure_8
 from scripts.research.training import call, call_logged, format_override, prepare_demo_data, score, train_words
 
@@ -66,7 +66,7 @@ class Experiment:
         rows = [("wall time of this command", "[s]")]
         for name, seconds in [*self.times.items(), ("sum", sum(self.times.values()))]:
             rows.append((name, f"{seconds:.0f}"))
-        return aligned(rows)
+        return text_table(rows)
 
 
 @dataclass
@@ -132,7 +132,7 @@ class Quickstart(Experiment):
             for metric, words in (("accuracy", "accuracy on"), ("majority", "majority class of")):
                 cells = [f"{100 * by_split[split][metric]:.1f}" for by_split in scores.values()]
                 rows.append([f"{words} {label} [%]", *cells])
-        return aligned(rows)
+        return text_table(rows)
 
     def pretraining_loss(self, variant: Variant, index: int) -> str:
         """Return the first (0) or last (-1) validation loss in bits, or "-" without pre-training or validation."""
@@ -190,7 +190,7 @@ class FromPretrained(Experiment):
         rows = [["", "dev [%]", "test [%]"]]
         for name, values in accuracies.items():
             rows.append([name, *(f"{100 * accuracy:.1f}" for accuracy in values)])
-        print(f"accuracy after fine-tuning\n{aligned(rows)}\n\n{self.times_table()}")
+        print(f"accuracy after fine-tuning\n{text_table(rows)}\n\n{self.times_table()}")
 
     def linearize(self, teacher: Path, linear: Path) -> None:
         """Train the linear attention on the demo's text, and print its quality on held-out texts."""

@@ -43,7 +43,7 @@ from lln_fairseq.attention.layers import check_attention_spec
 from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import UserError, run_main
 from lln_fairseq.data.files import write_bytes
-from lln_fairseq.terminal import aligned, at_least_one, program_parser, progress_bar, show_update
+from lln_fairseq.terminal import at_least_one, program_parser, progress_bar, show_update, text_table
 from lln_fairseq.training.malloc import disable_malloc_trim
 
 VOCABULARY = 8192  # 0 is the filler, the lower half are keys, and the upper half values
@@ -333,7 +333,7 @@ def run_experiment(args: argparse.Namespace) -> None:
                     history = finish_run(args.out, settings, train_rows, held_out)
                     histories.setdefault(rate, []).append(history)
                 table.append(best_rate_row(attention, histories))
-            tables.append(f"{length} tokens, {pairs} pairs, width {width}: accuracy [%]\n{aligned(table)}")
+            tables.append(f"{length} tokens, {pairs} pairs, width {width}: accuracy [%]\n{text_table(table)}")
     print("\n" + "\n\n".join(tables))
 
 

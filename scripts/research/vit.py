@@ -36,7 +36,7 @@ from lln_fairseq.attention import Attention, build_attention
 from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import UserError, run_main
 from lln_fairseq.data.files import write_bytes
-from lln_fairseq.terminal import aligned, at_least_one, program_parser, progress_bar, show_update
+from lln_fairseq.terminal import at_least_one, program_parser, progress_bar, show_update, text_table
 from scripts.figures import ACCURACY, LOSS_SCALE, Settings, figure_9, figure_10
 
 MATCHED_ATTENTION = "lln"  # the attention whose α and β --fixed sets
@@ -410,7 +410,7 @@ def accuracy_table(results: dict[str, list[dict[str, Any]]]) -> str:
         dev = [result["history"][-1]["valid"] for result in results_of_attention]
         test = [result["test"] for result in results_of_attention]
         rows.append((attention, format_range(dev), format_range(test), str(len(results_of_attention))))
-    return aligned(rows)
+    return text_table(rows)
 
 
 def format_range(values: list[float]) -> str:
