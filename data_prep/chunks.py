@@ -34,15 +34,7 @@ def random_below(generator: random.Random, limit: int) -> int:
 
 
 def draw_chunk(draw: DrawFunction, name: str, seed: int, size: int, chunk: int) -> list[DrawnRow]:
-    """Return the rows of one chunk, in the order in which they are drawn. A row can occur more than once.
-
-    Args:
-        draw: draws one row with a generator.
-        name: name of the task, for the generator's seed.
-        seed: seed of all chunks.
-        size: number of rows to draw.
-        chunk: number of the chunk, counted from 0.
-    """
+    """Return the rows of one chunk, counted from 0, in the order in which they are drawn. Rows can repeat."""
     generator = random.Random(f"{seed} {name} {chunk}")
     return [draw(generator) for _ in range(size)]
 
@@ -52,20 +44,8 @@ def draw_rows(
 ) -> list[DrawnRow]:
     """Draw `rows` rows with different symbols, and return them in the order in which they were drawn.
 
-    A row is left out if a row with the same symbols has been drawn before. The result depends on `chunk_size`, but not
-    on `workers`. The function never returns if fewer than `rows` different rows exist.
-
-    Args:
-        draw: draws one row with a generator. It must be a function at the top level of a module, so that it can be
-            pickled.
-        name: name of the task, for the generators' seeds and the progress bar.
-        seed: seed of all chunks.
-        rows: number of rows to return.
-        workers: number of processes; 1 draws the rows in this process.
-        chunk_size: number of rows per chunk, including repeated rows.
-
-    Raises:
-        DataError: if a worker process is killed.
+    The result depends on `chunk_size`, but not on `workers`. `draw` must be a function at the top level of a module,
+    so that it can be pickled. The function never returns if fewer than `rows` different rows exist.
     """
     from tqdm import tqdm
 

@@ -1,15 +1,12 @@
 """Build the Long Range Arena's tasks for fairseq's sentence_prediction task. A symbol is a byte, a pixel or a token.
 
     python -m data_prep.lra listops                          generates rows; --source reads the published ones
-    python -m data_prep.lra pathfinder --rows 20000          generates pictures; --source reads the published ones
     python -m data_prep.lra text                             IMDb's reviews, downloaded or from --source
     python -m data_prep.lra image                            CIFAR-10 in gray, downloaded or from --source
     python -m data_prep.lra retrieval --source lra_release.gz
-    python -m data_prep.lra text --stand-in                  20 newsgroups as bytes; digits as a stand-in for image
+    python -m data_prep.lra pathfinder --source lra_release.gz
 
 --source names LRA's release (lra_release.gz), the original archive of a task, or a directory with the unpacked files.
-A stand-in is a different task with inputs of the same form, for machines that cannot download the original data. It is
-written to OUT/TASK-stand-in.
 
     OUT/TASK/input0/, input1/   dict.txt and {train,valid,test}.{bin,idx}; symbol s of a row has the id 4 + s
     OUT/TASK/label/             dict.txt with class k in line k, and the labels of all three splits
@@ -38,26 +35,14 @@ from lln_fairseq.data.text import SPLITS
 from lln_fairseq.data.tokenizers import dictionary_text
 from lln_fairseq.data.vocabulary import DICTIONARY
 
-from . import listops, pathfinder
-from .chunks import DrawFunction, draw_rows
+from . import listops
+from .chunks import draw_rows
 from .command import add_build_options, run_build
 from .directories import split_files, write_labels
-from .lra_sources import (
-    LraRows,
-    RowsBySplit,
-    add_rows_to_splits,
-    no_rows,
-    read_published_rows,
-    read_stand_in_rows,
-    source_checksum,
-)
-from .lra_tasks import LRA_TASKS, STAND_IN, STAND_INS, TEXT_LENGTH, LraTask
+from .lra_sources import LraRows, RowsBySplit, add_rows_to_splits, no_rows, read_published_rows, source_checksum
+from .lra_tasks import LRA_TASKS, TEXT_LENGTH, LraTask
 
 FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
-DRAW_FUNCTIONS: dict[str, DrawFunction] = {
-    "listops": listops.draw_listops_row,
-    "pathfinder": pathfinder.draw_pathfinder_row,
-}
 ROWS_PER_BLOCK = 1000
 
 
@@ -67,7 +52,6 @@ class LraOptions:
 
     task: str
     source: Path | None = None
-    stand_in: bool = False
     rows: int | None = None
     length: int | None = None
     reading: str = "fixed"
@@ -76,25 +60,16 @@ class LraOptions:
 
 
 def choose_task(options: LraOptions) -> LraTask:
-    """Return the requested task or its stand-in.
+    """Return the requested task.
 
-    For listops, the task has the symbols of the requested reading. A reading other than "fixed" is appended to the name
-    of the task, which is also the name of its directory.
-
-    Raises:
-        DataError: if a stand-in is requested for a task that has none.
+    A reading of listops other than "fixed" has its own symbols, and is appended to the name of the task.
     """
-    name = options.task
-    if options.stand_in:
-        if name not in STAND_INS:
-            raise DataError(f"{name} has no stand-in because it is drawn at random: remove --stand-in")
-        return STAND_INS[name]
-    task = LRA_TASKS[name]
-    if name != "listops":
+    task = LRA_TASKS[options.task]
+    if options.task != "listops":
         return task
     task = dataclasses.replace(task, symbols=listops.READINGS[options.reading])
     if options.reading != "fixed":
-        task = dataclasses.replace(task, name=f"{name}-{options.reading}")
+        task = dataclasses.replace(task, name=f"{task.name}-{options.reading}")
     return task
 
 
@@ -113,26 +88,20 @@ def check_options(task: LraTask, options: LraOptions) -> None:
         raise DataError(f"--length does not apply to {task.name}")
     if options.reading != "fixed" and options.task != "listops":
         raise DataError(f"--reading does not apply to {task.name}")
-    if options.source is not None and options.stand_in:
-        raise DataError(f"--source does not apply to {task.name}")
     min_rows = math.ceil(1 / task.shares[1])  # so that each split has at least one row
     if options.rows is not None and options.rows < min_rows:
         raise DataError(f"--rows must be at least {min_rows}, got {options.rows}")
     if options.length is not None and options.length < 1:
         raise DataError(f"--length must be at least 1, got {options.length}")
-    has_data = is_drawn(task, options) or task.published or options.source or options.stand_in
-    if not has_data:
+    if not (is_drawn(task, options) or task.published or options.source):
         raise DataError(
             f"{options.task} needs --source: lra_release.gz from https://storage.googleapis.com/long-range-arena, or a "
-            "directory with its files; or use --stand-in for a different task with inputs of the same form"
+            "directory with its files"
         )
 
 
 def fill_in_defaults(task: LraTask, options: LraOptions) -> LraOptions:
-    """Return a copy of the options in which `rows` and `length` have their default values if they were None.
-
-    The default of `rows` is 0 for a task whose rows are read from files.
-    """
+    """Return the options with defaults instead of None. `rows` becomes 0 for a task that is read from files."""
     if options.rows is None:
         options = dataclasses.replace(options, rows=task.drawn)
     if options.length is None:
@@ -141,16 +110,9 @@ def fill_in_defaults(task: LraTask, options: LraOptions) -> LraOptions:
 
 
 def build_lra_task(out: Path, options: LraOptions, overwrite: bool = False) -> dict[str, Any]:
-    """Build one task in OUT/TASK and return its manifest. A finished directory with the same settings is kept.
+    """Build one task in OUT/TASK and return its manifest.
 
-    Args:
-        out: the directory OUT.
-        options: the options of the command line.
-        overwrite: build again even if the directory contains a result.
-
-    Raises:
-        DataError: if an option is invalid, the source cannot be used, or the directory cannot be used or contains other
-            data.
+    A finished directory with the same settings is kept, unless `overwrite` is True.
     """
     task = choose_task(options)
     check_options(task, options)
@@ -161,7 +123,7 @@ def build_lra_task(out: Path, options: LraOptions, overwrite: bool = False) -> d
         "program": "data_prep.lra",
         "format": FORMAT,
         "task": task.name,
-        "data": data_origin(task, options),
+        "data": "drawn" if is_drawn(task, options) else "published",
         "source": checksums,
         "seed": options.seed,
     }
@@ -172,38 +134,22 @@ def build_lra_task(out: Path, options: LraOptions, overwrite: bool = False) -> d
 
     def write(rows: RowsBySplit) -> dict[str, Any]:
         datasets = write_lra_task(out, task, rows)
-        content: dict[str, Any] = {}
-        if task.instead:
-            content["stand_in"] = task.instead
-        return content | {
+        return {
             "sources": [{"name": name, "sha256": sha256} for name, sha256 in checksums.items()],
             "task": {"classes": list(task.meaning or task.labels), "metric": "accuracy", "head": len(task.labels)},
             "counts": {split: count_lra_rows(task, rows[split]) for split in rows},
             "datasets": datasets,
-            "versions": manifest.versions(["ve-fairseq", "scikit-learn", "torch", "numpy"]),
+            "versions": manifest.versions(["ve-fairseq", "torch", "numpy"]),
         }
 
     read = partial(make_rows, task, options)
     return manifest.build_directory(out, settings, lra_result_files(task), read, write, overwrite)
 
 
-def data_origin(task: LraTask, options: LraOptions) -> str:
-    """Return where the rows come from: "drawn", "stand-in" or "published"."""
-    if is_drawn(task, options):
-        return "drawn"
-    if options.stand_in:
-        return STAND_IN
-    return "published"
-
-
 def source_checksums(task: LraTask, options: LraOptions) -> dict[str, str]:
     """Return the SHA-256 of each source by its name, without downloading anything.
 
-    Without --source, these are the known checksums of the published files. The result is empty if the rows are drawn or
-    come from scikit-learn.
-
-    Raises:
-        DataError: if the source does not exist, or has the name but not the content of a published file.
+    A source with the name of a published file must have its content. The result is empty if the rows are drawn.
     """
     published = {file.name: file for file in task.published}
     source = options.source
@@ -219,27 +165,20 @@ def source_checksums(task: LraTask, options: LraOptions) -> dict[str, str]:
 
 
 def make_rows(task: LraTask, options: LraOptions) -> RowsBySplit:
-    """Draw the rows of a task, or read them from --source or from the published file. Return them by split.
+    """Draw the rows of a task, or read them from --source or from the published file, which is downloaded.
 
-    The published file is downloaded if necessary. `options` must have passed check_options and fill_in_defaults.
-
-    Raises:
-        DataError: if the source cannot be used or downloaded.
+    `options` must have passed check_options and fill_in_defaults.
     """
     assert options.rows is not None
     assert options.length is not None
     source = options.source
     if source is None and task.published:
         source = fetch_file(task.published[0])
-    if options.stand_in:
-        return read_stand_in_rows(options.task, source, options.length, options.seed)
-    if is_drawn(task, options):
-        draw = DRAW_FUNCTIONS[options.task]
-        drawn_rows = draw_rows(draw, options.task, options.seed, options.rows, options.workers)
+    if source is None:
+        drawn_rows = draw_rows(listops.draw_listops_row, options.task, options.seed, options.rows, options.workers)
         rows = no_rows(num_inputs=1)
         add_rows_to_splits([(task.labels[row.label], row.symbols) for row in drawn_rows], task.shares, rows)
     else:
-        assert source is not None
         print_status(f"{task.name}: reading {source}")
         rows = read_published_rows(LRA_TASKS[options.task], source, options.length, options.seed)
     if options.task == "listops":
@@ -259,16 +198,12 @@ def lra_result_files(task: LraTask) -> list[str]:
 
 
 def symbol_blocks(rows: Sequence[bytes]) -> Iterator[Block]:
-    """Yield the rows as blocks of up to ROWS_PER_BLOCK samples, for `binarize`.
-
-    Byte b of a row becomes the id 4 + b, and </s> ends each sample.
-    """
+    """Yield blocks of samples for `binarize`. Byte b of a row becomes the id 4 + b, and </s> ends each sample."""
     for start in range(0, len(rows), ROWS_PER_BLOCK):
         yield _symbol_block(rows[start : start + ROWS_PER_BLOCK])
 
 
 def _symbol_block(rows: Sequence[bytes]) -> Block:
-    """Return all rows as one block of `symbol_blocks`."""
     lengths = np.array([len(row) + 1 for row in rows], dtype=np.int64)
     ids = np.full(int(lengths.sum()), EOS, dtype=np.int32)
     is_symbol = np.ones(len(ids), dtype=bool)
@@ -278,16 +213,7 @@ def _symbol_block(rows: Sequence[bytes]) -> Block:
 
 
 def write_lra_task(out: Path, task: LraTask, rows: RowsBySplit) -> dict[str, dict[str, Any]]:
-    """Write every result file except the manifest.
-
-    Args:
-        out: the directory OUT/TASK.
-        task: the task.
-        rows: the rows by split.
-
-    Returns:
-        The counts of each data set by directory and split, read back from the files.
-    """
+    """Write every file of OUT/TASK except the manifest, and return the counts of each data set, read back from them."""
     dictionary = dictionary_text(task.symbols, {}, reserved=1)
     size = NUM_SPECIAL + dictionary.count("\n")
     datasets: dict[str, dict[str, Any]] = {}
@@ -305,20 +231,14 @@ def write_lra_task(out: Path, task: LraTask, rows: RowsBySplit) -> dict[str, dic
 
 
 def count_lra_rows(task: LraTask, rows: LraRows) -> dict[str, Any]:
-    """Return the counts of a split for the manifest.
-
-    "rows" is the number of rows, "empty" the number of rows that were left out because an input was empty, and "labels"
-    has the number of rows of each class.
-    """
+    """Return the counts of a split for the manifest. "empty" is the number of rows that were left out."""
     counts = Counter(rows.labels)
     return {"rows": len(rows), "empty": rows.empty, "labels": {label: counts[label] for label in task.labels}}
 
 
 def summarize_lra_task(content: dict[str, Any]) -> str:
-    """Return the counts of a manifest as text, one line per split. For a stand-in, the first line describes it."""
+    """Return the counts of a manifest as text, one line per split."""
     lines = []
-    if "stand_in" in content:
-        lines.append(f"stand-in: {content['stand_in']}")
     task = content["settings"]["task"]
     origin = content["settings"]["data"]
     for split, counts in content["counts"].items():
@@ -336,7 +256,6 @@ def summarize_lra_task(content: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0, 1 after an error or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="python -m data_prep.lra", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -348,16 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="directory that gets the directory TASK (default: %(default)s)",
     )
     parser.add_argument("--source", type=Path, help="archive or directory with the published files")
-    parser.add_argument(
-        "--stand-in",
-        action="store_true",
-        help="build a different task with inputs of the same form from data in Python packages",
-    )
-    parser.add_argument(
-        "--rows",
-        type=int,
-        help="number of rows to draw, over all splits (default: listops 100000, pathfinder 200000)",
-    )
+    parser.add_argument("--rows", type=int, help="number of rows of listops to draw, over all splits (default: 100000)")
     parser.add_argument("--seed", type=int, default=1, help="seed of drawing and shuffling (default: %(default)s)")
     parser.add_argument("--length", type=int, help=f"cut texts to this number of bytes (default: {TEXT_LENGTH})")
     parser.add_argument(
@@ -371,7 +281,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = LraOptions(
         task=args.task,
         source=args.source,
-        stand_in=args.stand_in,
         rows=args.rows,
         length=args.length,
         reading=args.reading,

@@ -1,13 +1,11 @@
-"""Read the rows of the Long Range Arena's tasks from the published files or from their stand-ins.
+"""Read the rows of the Long Range Arena's tasks from the published files.
 
-The published files of each task are:
-
-    listops     basic_{train,val,test}.tsv of LRA's release
-    text        aclImdb/{train,test}/{neg,pos}/*.txt; the test split is also the valid split, as in LRA
-    retrieval   new_aan_pairs.{train,eval,test}.tsv of LRA's release
-    pathfinder  pathfinder32/curv_contour_length_14/{metadata,imgs} of LRA's release
-    image       {data_batch_1,...,test_batch}.bin of CIFAR-10's binary version, converted to gray; the last tenth of
-                the training data is the valid split
+listops     basic_{train,val,test}.tsv of LRA's release
+text        aclImdb/{train,test}/{neg,pos}/*.txt; the test split is also the valid split, as in LRA
+retrieval   new_aan_pairs.{train,eval,test}.tsv of LRA's release
+pathfinder  pathfinder32/curv_contour_length_14/{metadata,imgs} of LRA's release
+image       {data_batch_1,...,test_batch}.bin of CIFAR-10's binary version, converted to gray; the last tenth of
+            the training data is the valid split
 """
 
 import hashlib
@@ -27,10 +25,10 @@ from lln_fairseq.data.files import sha256_of
 from lln_fairseq.data.reporting import DataError
 from lln_fairseq.data.text import SPLITS, read_raw_lines
 
-from . import listops, newsgroups
-from .lra_tasks import STAND_INS, LraTask
-from .pathfinder import IMAGE_SIZE
+from . import listops
+from .lra_tasks import LraTask
 
+IMAGE_SIZE = 32  # pixels, the side of a picture of Pathfinder and CIFAR-10
 CIFAR_ROW_BYTES = 1 + 3 * IMAGE_SIZE * IMAGE_SIZE  # the class, then the pixels in red, green and blue
 FILE_PATTERNS = {
     "listops": r"(^|/)basic_(train|val|test)\.tsv$",
@@ -79,7 +77,7 @@ RowsBySplit = dict[str, LraRows]
 
 
 def no_rows(num_inputs: int) -> RowsBySplit:
-    """Return an LraRows without rows for each of train, valid and test. Call `add` to fill them."""
+    """Return an LraRows without rows for each of train, valid and test."""
     rows: RowsBySplit = {}
     for split in SPLITS:
         columns: list[list[bytes]] = [[] for _ in range(num_inputs)]
@@ -88,7 +86,7 @@ def no_rows(num_inputs: int) -> RowsBySplit:
 
 
 def file_filter(task: str) -> Callable[[str], bool]:
-    """Return a function that takes a file name and returns True for the files of a task, a key of FILE_PATTERNS."""
+    """Return a function that returns True for the names of a task's files."""
     pattern = re.compile(FILE_PATTERNS[task])
     return lambda name: pattern.search(name) is not None
 
@@ -107,16 +105,9 @@ def source_checksum(source: Path, task: str) -> str:
 
 
 def read_published_rows(task: LraTask, source: Path, length: int, seed: int) -> RowsBySplit:
-    """Read the rows of a task from its published files.
+    """Read the rows of a task from its published files, in an archive or a directory.
 
-    Args:
-        task: a task of LRA_TASKS.
-        source: an archive or a directory.
-        length: number of bytes to which texts are cut. Rows that are not texts ignore it.
-        seed: seed of the shuffle that assigns Pathfinder's pictures to splits. Other tasks ignore it.
-
-    Raises:
-        DataError: if the archive is damaged, a file is malformed (with file and line), or a split has no rows.
+    Texts are cut to `length` bytes. `seed` shuffles Pathfinder's pictures before they are divided into splits.
     """
     rows = no_rows(task.inputs)
     with damage_as_data_error(str(source)):
@@ -139,16 +130,13 @@ def read_published_rows(task: LraTask, source: Path, length: int, seed: int) -> 
 
 
 def _stripped_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the number of each line, counted from 1, and its bytes without the line break, which is LF or CRLF."""
+    """Yield the number of each line, counted from 1, and its bytes without LF or CRLF."""
     for number, line in read_raw_lines(stream, name):
         yield number, line.removesuffix(b"\n").removesuffix(b"\r")
 
 
 def _read_listops(source: Path, rows: RowsBySplit) -> None:
-    """Read ListOps and add the rows to `rows` in place.
-
-    Raises DataError for a malformed row, and for a row whose target is not the digit that the row evaluates to.
-    """
+    """Add the rows of ListOps to `rows`. Every target is compared with the digit that its row evaluates to."""
     for name, stream in read_matching_files(source, file_filter("listops")):
         split = _FAIRSEQ_SPLITS[name.removesuffix(".tsv").rpartition("_")[2]]
         for number, line in _stripped_lines(stream, name):
@@ -166,11 +154,7 @@ def _read_listops(source: Path, rows: RowsBySplit) -> None:
 
 
 def _read_reviews(source: Path, length: int, rows: RowsBySplit) -> None:
-    """Read IMDb's reviews, cut them to `length` bytes, and add them to `rows` in place.
-
-    The reviews of a split are sorted by class and file name. The test reviews are also added to valid. Raises DataError
-    for an empty file.
-    """
+    """Add IMDb's reviews to `rows`, sorted by class and file name. The test reviews are also the valid ones."""
     texts: dict[str, list[tuple[str, bytes]]] = {"train": [], "test": []}
     for name, stream in read_matching_files(source, file_filter("text")):
         split, label, file = name.split("/")[-3:]
@@ -184,10 +168,7 @@ def _read_reviews(source: Path, length: int, rows: RowsBySplit) -> None:
 
 
 def _read_retrieval(source: Path, length: int, rows: RowsBySplit) -> None:
-    """Read pairs of papers, cut each paper to `length` bytes, and add the pairs to `rows` in place.
-
-    Raises DataError for a malformed line.
-    """
+    """Add the pairs of papers to `rows`."""
     labels = {b"0": "0", b"0.0": "0", b"1": "1", b"1.0": "1"}
     for name, stream in read_matching_files(source, file_filter("retrieval")):
         split = _FAIRSEQ_SPLITS[name.split(".")[-2]]
@@ -199,10 +180,9 @@ def _read_retrieval(source: Path, length: int, rows: RowsBySplit) -> None:
 
 
 def _read_pathfinder(task: LraTask, source: Path, seed: int, rows: RowsBySplit) -> None:
-    """Read Pathfinder's pictures, shuffle them, divide them into splits, and add them to `rows` in place.
+    """Shuffle Pathfinder's pictures, divide them into splits, and add them to `rows`.
 
-    Empty picture files are left out. All of them are counted in the train split. Raises DataError if a line of the
-    metadata is malformed, or a listed picture is missing or unreadable.
+    Empty picture files are left out, and all are counted in the train split.
     """
     pictures: dict[str, bytes] = {}
     labels: list[tuple[str, str]] = []  # name of the picture, label
@@ -236,11 +216,7 @@ def _read_pathfinder(task: LraTask, source: Path, seed: int, rows: RowsBySplit) 
 
 
 def read_png(content: bytes, name: str) -> bytes:
-    """Return the IMAGE_SIZE² pixels of an 8-bit gray PNG file, row by row. `name` is for error messages.
-
-    Raises:
-        DataError: if the picture cannot be read, or has another size or color mode.
-    """
+    """Return the IMAGE_SIZE² pixels of an 8-bit gray PNG file, row by row. `name` is for error messages."""
     try:
         with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
             if image.mode != "L" or image.size != (IMAGE_SIZE, IMAGE_SIZE):
@@ -254,10 +230,7 @@ def read_png(content: bytes, name: str) -> bytes:
 
 
 def _read_images(task: LraTask, source: Path, rows: RowsBySplit) -> None:
-    """Read CIFAR-10, convert the pictures to gray, and add them to `rows` in place.
-
-    The last tenth of the training data becomes valid. Raises DataError for a damaged file.
-    """
+    """Add CIFAR-10's pictures in gray to `rows`. The last tenth of the training data becomes valid."""
     batches = {}
     for name, stream in read_matching_files(source, file_filter("image")):
         content = np.frombuffer(stream.read(), dtype=np.uint8)
@@ -279,15 +252,13 @@ def _read_images(task: LraTask, source: Path, rows: RowsBySplit) -> None:
 
 
 def to_gray(colors: np.ndarray) -> np.ndarray:
-    """Convert pictures to gray: 0.2989 red + 0.587 green + 0.114 blue.
-
-    The result is computed in integers and rounded as TensorFlow rounds it.
+    """Convert pictures to gray, 0.2989 red + 0.587 green + 0.114 blue, rounded as TensorFlow rounds it.
 
     Args:
-        colors: uint8 array of shape (pictures, 3 IMAGE_SIZE²): all red values, then all green, then all blue.
+        colors: uint8 (pictures, 3 IMAGE_SIZE²): all red values, then all green, then all blue.
 
     Returns:
-        A uint8 array of shape (pictures, IMAGE_SIZE²).
+        uint8 (pictures, IMAGE_SIZE²).
     """
     channels = colors.reshape(len(colors), 3, -1).astype(np.int64)
     red = channels[:, 0]
@@ -299,12 +270,9 @@ def to_gray(colors: np.ndarray) -> np.ndarray:
 def add_rows_to_splits(
     labeled_rows: Sequence[tuple[str, bytes]], shares: tuple[float, float], rows: RowsBySplit
 ) -> None:
-    """Add rows to `rows` in place, in order: the first ones to train, the next to valid, the remaining to test.
+    """Add pairs of a label and symbols to `rows`: the first to train, the next to valid, the remaining to test.
 
-    Args:
-        labeled_rows: the label and the symbols of each row.
-        shares: the fractions of the rows for train and for valid. If they sum to 1, test gets no rows.
-        rows: the splits to which the rows are added.
+    `shares` are the fractions for train and valid. If they sum to 1, test gets no rows.
     """
     train_end = round(len(labeled_rows) * shares[0])
     valid_end = round(len(labeled_rows) * (shares[0] + shares[1]))
@@ -315,74 +283,3 @@ def add_rows_to_splits(
             rows["valid"].add(label, symbols)
         else:
             rows["test"].add(label, symbols)
-
-
-def read_stand_in_rows(name: str, wheel: Path | None, length: int, seed: int) -> RowsBySplit:
-    """Return the rows of a stand-in by split: posts of 20 newsgroups as bytes, or scikit-learn's digits.
-
-    Posts have the splits of data_prep.newsgroups. Posts without text are left out and counted. Of every ten digits, the
-    first goes to valid, the second to test, and the remaining eight to train.
-
-    Args:
-        name: a key of STAND_INS.
-        wheel: the wheel with the posts; None for the digits.
-        length: number of bytes to which posts are cut.
-        seed: seed of the random pairs of "retrieval".
-    """
-    task = STAND_INS[name]
-    rows = no_rows(task.inputs)
-    if wheel is None:
-        for number, (label, pixels) in enumerate(_read_digits()):
-            if number % 10 == 0:
-                rows["valid"].add(label, pixels)
-            elif number % 10 == 1:
-                rows["test"].add(label, pixels)
-            else:
-                rows["train"].add(label, pixels)
-        return rows
-    for split, posts in newsgroups.read_posts(wheel).items():
-        nonempty_posts = [(label, text.encode()[:length]) for label, text in posts if text]
-        rows[split].empty = len(posts) - len(nonempty_posts)
-        if task.inputs == 2:
-            for label, first, second in _pair_posts(nonempty_posts, random.Random(f"{seed} {split}")):
-                rows[split].add(label, first, second)
-        else:
-            for label, text in nonempty_posts:
-                rows[split].add(label, text)
-    return rows
-
-
-def _pair_posts(posts: list[tuple[str, bytes]], generator: random.Random) -> Iterator[tuple[str, bytes, bytes]]:
-    """Yield (label, text of the post, text of a random partner) for every post, in order.
-
-    `posts` has the newsgroup and the text of each post. Counted from 0, the odd posts get the label 1 and a partner
-    from the same newsgroup, which can be the post itself. The even posts get the label 0 and a partner from another
-    newsgroup, or from the same newsgroup if there is only one.
-    """
-    texts_by_group: dict[str, list[bytes]] = {}
-    for group, text in posts:
-        texts_by_group.setdefault(group, []).append(text)
-    for number, (group, text) in enumerate(posts):
-        label = number % 2
-        partner_group = group
-        if label == 0:
-            other_groups = sorted(texts_by_group.keys() - {group})
-            if not other_groups:
-                other_groups = [group]
-            partner_group = other_groups[int(generator.random() * len(other_groups))]
-        partners = texts_by_group[partner_group]
-        yield str(label), text, partners[int(generator.random() * len(partners))]
-
-
-def _read_digits() -> Iterator[tuple[str, bytes]]:
-    """Yield the class and the IMAGE_SIZE² pixels of each of scikit-learn's digits.
-
-    The digits are enlarged from 8 x 8 pixels, and their values are scaled from the range 0 to 16 to the range 0 to 255.
-    """
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    for image, label in zip(digits.images, digits.target, strict=True):
-        pixels = (image.astype(np.int64) * 255 // 16).astype(np.uint8)
-        scale = IMAGE_SIZE // 8
-        yield str(label), pixels.repeat(scale, axis=0).repeat(scale, axis=1).tobytes()

@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
 from data_prep.glue_tasks import GLUE_TASKS
-from data_prep.lra_tasks import LRA_TASKS, STAND_INS
+from data_prep.lra_tasks import LRA_TASKS
 from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.models.lln_roberta import PRESETS, RobertaConfig
 from lln_fairseq.tasks.sentence_prediction import LLNSentencePredictionConfig
@@ -137,9 +137,7 @@ def test_small_recipe_replaces_schedule_of_task(composed):
 
 
 def test_every_lra_task_has_a_file():
-    stand_ins = {f"{name}_stand_in" for name in STAND_INS}
-
-    assert config_names("lra") == {*LRA_TASKS, *stand_ins, "recipe"}
+    assert config_names("lra") == {*LRA_TASKS, "recipe"}
 
 
 @pytest.mark.parametrize("name", LRA_TASKS)
@@ -164,14 +162,6 @@ def test_lra_validation_sees_same_rows_with_another_batch_size(name, composed):
         else:
             seen.append(dataset.max_valid_steps * dataset.batch_size_valid)
     assert seen[0] == seen[1]
-
-
-@pytest.mark.parametrize("name", STAND_INS)
-def test_lra_files_of_stand_ins_agree_with_tasks(name, composed):
-    config = composed("lra", f"lra={name}_stand_in")
-
-    assert config.task.data == f"data-bin/lra/{STAND_INS[name].name}"
-    assert config.task.num_classes == len(STAND_INS[name].labels)
 
 
 COMBINATIONS = [

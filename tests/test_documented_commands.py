@@ -15,8 +15,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import lln_fairseq
 from lln_fairseq.__main__ import run_program
-from scripts import compare_attentions, paper_figures
-from scripts.compare_attentions import compose_config
+from scripts.figures import paper
+from scripts.research import compare_attentions
+from scripts.research.training import compose_config
 from tests.documentation import PAGES, ROOT, code_blocks, text_without_code
 
 COMMAND = re.compile(r"lln-fairseq |python -m (lln_fairseq|scripts|data_prep)\b|fairseq-|scripts/")
@@ -112,7 +113,7 @@ CHECKS = {
     "fairseq-train": check_fairseq_train,
     "fairseq-eval-lm": check_fairseq_eval_lm,
     "fairseq-preprocess": check_fairseq_preprocess,
-    "scripts.compare_attentions": check_comparison,
+    "scripts.research.compare_attentions": check_comparison,
 }
 
 
@@ -131,7 +132,7 @@ def unknown_arguments(program, arguments, monkeypatch):
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_and_stop)
     monkeypatch.setattr(sys, "argv", [program, *arguments])
     # The runs in the documentation do not exist, so their curves are replaced.
-    monkeypatch.setattr(paper_figures, "read_curves", lambda folder: {"loss": [(1, 2.0)]})
+    monkeypatch.setattr(paper, "read_curves", lambda folder: {"loss": [(1, 2.0)]})
     if program.startswith("lln_fairseq "):
         main = partial(run_program, program.removeprefix("lln_fairseq "))
     else:
@@ -144,11 +145,11 @@ def unknown_arguments(program, arguments, monkeypatch):
 def check_program(program, arguments, monkeypatch):
     """Check flags with the program's parser, and the remaining arguments as overrides of the recipe that it uses."""
     overrides = unknown_arguments(program, arguments, monkeypatch)
-    if program == "scripts.experiments.finetune":
-        compose_config("finetune", ["glue=sst2", *overrides])
-    elif program == "scripts.experiments.lra_runs":
+    if program == "scripts.research.training" and arguments[0].startswith("lra"):
         task = "listops" if arguments[0] == "lra_all" else arguments[1]
         compose_config("lra", [f"lra={task}", *overrides])
+    elif program == "scripts.research.training":
+        compose_config("finetune", ["glue=sst2", *overrides])
     else:
         assert not overrides
 

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 # For each package and module directly below lln_fairseq, from the bottom to the top: what it may import besides itself.
 ALLOWED_IMPORTS = {
     "command": set(),
+    "terminal": set(),
     "data": {"command", "errors"},
     "ops": set(),
     "attention": {"ops"},
@@ -58,11 +59,12 @@ ALLOWED_IMPORTS = {
         "modules",
         "ops",
         "tasks",
+        "terminal",
         "training",
     },
 }
 PROGRAMS = {"__init__", "__main__", "analysis.analyze", "training.train"}  # these may import everything
-WITHOUT_FAIRSEQ = {"ops", "attention", "command", "__init__"}
+WITHOUT_FAIRSEQ = {"ops", "attention", "command", "terminal", "__init__"}
 FAIRSEQ_PACKAGES = {"fairseq", "fairseq_cli", "hydra", "omegaconf"}
 
 

@@ -10,8 +10,8 @@ from lln_fairseq.errors import InputError
 from lln_fairseq.inference.evaluate import METRIC_FORMATS, compute_scores, require_short_rows, score_batches
 from lln_fairseq.linearize.attention_transfer import swapped_attention
 from lln_fairseq.linearize.layerwise import TOKENS_PER_BATCH
-from lln_fairseq.linearize.progress_bar import progress_bar
 from lln_fairseq.linearize.task_rows import TaskRows
+from lln_fairseq.terminal import progress_bar
 
 
 class DevScores:

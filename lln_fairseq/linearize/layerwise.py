@@ -21,7 +21,7 @@ from lln_fairseq.linearize.attention_transfer import (
     similarity,
     swapped_attention,
 )
-from lln_fairseq.linearize.progress_bar import progress_bar
+from lln_fairseq.terminal import progress_bar
 
 SEED = 5  # seed of the held-out texts
 TOKENS_PER_BATCH = 4096  # tokens of a held-out batch, approximately

@@ -16,7 +16,7 @@ from lln_fairseq.conversion.directory import save_atomically
 from lln_fairseq.data.files import data_hash, sha256_of
 from lln_fairseq.errors import InputError
 from lln_fairseq.linearize.attention_transfer import LayerwiseTrainer
-from lln_fairseq.linearize.progress_bar import progress_bar
+from lln_fairseq.terminal import progress_bar
 
 PROGRESS = "linearize.pt"  # the file next to model.pt from which a run resumes
 LR_OPTIONS = {"transfer": "--lr", "distillation": "--distill-lr"}  # by stage

@@ -13,9 +13,9 @@ from lln_fairseq.errors import InputError
 from lln_fairseq.inference.evaluate import score_batches
 from lln_fairseq.linearize.attention_transfer import TokenStream, swapped_attention
 from lln_fairseq.linearize.layerwise import SEED, TOKENS_PER_BATCH, Students
-from lln_fairseq.linearize.progress_bar import progress_bar
 from lln_fairseq.linearize.task_rows import TaskRows
 from lln_fairseq.modules.encoder import parse_softmax_layers
+from lln_fairseq.terminal import progress_bar
 
 COUNT = 256  # rows or texts of the training data, on which the layers are chosen
 MAX_TOKENS = 65536  # of these rows: there are fewer if rows are long, because the model is evaluated many times

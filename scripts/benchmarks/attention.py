@@ -28,6 +28,7 @@ from torch import Tensor
 from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
 from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import run_main
+from lln_fairseq.terminal import at_least_one, program_parser, text_table
 from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.benchmarks.meter import (
     OutOfMemory,
@@ -37,9 +38,9 @@ from scripts.benchmarks.meter import (
     device_name,
     growth,
     interleaved,
+    output_file,
     peak_memory,
 )
-from scripts.terminal import aligned, at_least_one, output_file, program_parser
 
 SDPA = "sdpa"
 LONG = 2048  # the growth of the times is measured from this number of tokens
@@ -48,23 +49,14 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 @dataclass
 class Row:
-    """The results of one attention at one length.
-
-    Attributes:
-        attention: the name of the attention, with its options.
-        length: tokens per sequence.
-        forward: the time of the forward pass in ms.
-        both: the time of the forward and the backward pass together in ms.
-        memory: the peak memory divided by the size of q. None if it was not measured, or if memory ran out.
-        floors: the least possible values of `forward` and `both`. None if the bandwidth was not measured.
-    """
+    """The results of one attention at one length. Times are in ms."""
 
     attention: str
-    length: int
+    length: int  # tokens per sequence
     forward: Spread
-    both: Spread
-    memory: float | None
-    floors: tuple[float, float] | None = None
+    both: Spread  # the forward and the backward pass together
+    memory: float | None  # peak, divided by the size of q; None if it was not measured, or ran out
+    floors: tuple[float, float] | None = None  # the least possible `forward` and `both`, if they are known
 
 
 def attention_function(name: str, args: argparse.Namespace) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -86,12 +78,9 @@ def attention_function(name: str, args: argparse.Namespace) -> Callable[[Tensor,
 
 
 def make_inputs(args: argparse.Namespace, length: int) -> tuple[list[Tensor], Tensor]:
-    """Return random inputs of an attention, which are the same in every call.
+    """Return q, k and v, which require gradients, and a gradient of the output, each (B, H, N, D).
 
-    The batch has as many sequences as fit in args.tokens, but at least one.
-
-    Returns:
-        A list of q, k and v, which require gradients, and a gradient of the output. Each of the four is (B, H, N, D).
+    They are random but the same in every call. The batch has as many sequences as fit in args.tokens, but at least one.
     """
     batch = max(1, args.tokens // length)
     generator = torch.Generator().manual_seed(0)
@@ -102,19 +91,12 @@ def make_inputs(args: argparse.Namespace, length: int) -> tuple[list[Tensor], Te
 
 
 def run_forward(attention: Callable, tensors: list[Tensor]) -> None:
-    """Run the forward pass without gradients. `tensors` are q, k and v."""
     with torch.no_grad():
         attention(*tensors)
 
 
 def run_both(attention: Callable, tensors: list[Tensor], grad: Tensor) -> None:
-    """Run the forward and the backward pass. The gradients of an earlier call are dropped first.
-
-    Args:
-        attention: a function of q, k and v.
-        tensors: q, k and v, which get the gradients.
-        grad: the gradient of the output.
-    """
+    """Run the forward and the backward pass. The gradients of an earlier call are dropped first."""
     for x in tensors:
         x.grad = None
     attention(*tensors).backward(grad)
@@ -124,21 +106,14 @@ def floors(q: Tensor, bandwidth: float) -> tuple[float, float]:
     """Return the least time in ms of a forward pass, and of a forward and a backward pass together.
 
     The forward pass reads q, k and v and writes the output. The backward pass reads q, k, v and the gradient of the
-    output, and writes the gradients of q, k and v.
-
-    Args:
-        q: the queries; keys, values, output and gradients have the same size.
-        bandwidth: bytes that are read or written per second.
+    output, and writes the gradients of q, k and v. `bandwidth` is the bytes that are read or written per second.
     """
     one_tensor = 1e3 * q.numel() * q.element_size() / bandwidth
     return 4 * one_tensor, (4 + 7) * one_tensor
 
 
 def time_length(length: int, names: list[str], args: argparse.Namespace, bandwidth: float | None) -> list[Row]:
-    """Measure the attentions at one length and return a row for each, in the order of the names.
-
-    `bandwidth` is in bytes per second. If it is None, the rows have no floors.
-    """
+    """Measure the attentions at one length. Without a bandwidth, in bytes per second, the rows have no floors."""
     tensors, grad = make_inputs(args, length)
     runs = {}
     for name in names:
@@ -174,10 +149,9 @@ def memory_in_tensors(name: str, length: int, args: argparse.Namespace) -> float
 
 
 def prepare_both(name: str, length: int, args: argparse.Namespace) -> Callable[[], None]:
-    """Return a function without arguments that runs a forward and a backward pass, to measure its memory.
+    """Return a function that runs a forward and a backward pass, to measure its memory.
 
-    One pass over 64 tokens runs before this function returns. It loads the libraries that are loaded on first use, so
-    that they are not measured.
+    One pass over 64 tokens loads what is loaded on first use, so that it is not measured.
     """
     attention = attention_function(name, args)
     run_both(attention, *make_inputs(args, 64))
@@ -185,10 +159,7 @@ def prepare_both(name: str, length: int, args: argparse.Namespace) -> Callable[[
 
 
 def results_table(rows: list[Row], names: list[str]) -> str:
-    """Return the rows as a table with their speed compared with SDPA, followed by the growth of the times with length.
-
-    Every length must have a row of SDPA.
-    """
+    """Return the rows as a table with their speed compared with SDPA, and the growth of the times with length."""
     baseline = {row.length: row for row in rows if row.attention == SDPA}
     cells = [["attention", "N", "forward [ms]", "vs sdpa", "forward+backward [ms]", "vs sdpa", "memory"]]
     if any(row.floors for row in rows):
@@ -202,7 +173,7 @@ def results_table(rows: list[Row], names: list[str]) -> str:
         if row.floors:
             line += [f"{row.floors[0] / row.forward.median:.2f}", f"{row.floors[1] / row.both.median:.2f}"]
         cells.append(line)
-    lines = [aligned(cells), "", f"time of forward + backward grows like N^p from N = {LONG}:"]
+    lines = [text_table(cells), "", f"time of forward + backward grows like N^p from N = {LONG}:"]
     for name in names:
         points = [(row.length, row.both.median) for row in rows if row.attention == name and row.length >= LONG]
         exponent = None
@@ -248,7 +219,6 @@ def line_style(number: int) -> dict[str, Any]:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line. If an attention cannot be built, the program ends with a message."""
     parser = program_parser("python -m scripts.benchmarks.attention", __doc__)
     parser.add_argument(
         "--attentions",
@@ -281,13 +251,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
     args = parse_arguments(argv)
     return run_main(lambda: benchmark(args))
 
 
 def benchmark(args: argparse.Namespace) -> None:
-    """Measure all lengths, print the table, and write the JSON file and the PNG if they are requested."""
     disable_malloc_trim()
     names = [SDPA, *args.attentions]
     rows = []

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.training.malloc import disable_malloc_trim
-from scripts.terminal import output_file
 
 MAX_SECONDS = 20.0  # a call whose repeats took longer in total is not repeated more than MIN_REPEATS times
 MIN_REPEATS = 3
@@ -44,6 +43,17 @@ def add_device_options(parser: argparse.ArgumentParser, dtypes: Iterable[str]) -
     parser.add_argument("--json", type=output_file, help="write the results to this file")
 
 
+def output_file(text: str) -> Path:
+    """Convert an argument to the path of a file to write, as a `type` of argparse.
+
+    A missing directory is reported before a long measurement, not after it.
+    """
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"no such directory: {path.parent}")
+    return path
+
+
 def device_name(device: str) -> str:
     """Return the name of the GPU for "cuda", or "CPU, N threads" for "cpu"."""
     if device == "cuda":
@@ -52,7 +62,7 @@ def device_name(device: str) -> str:
 
 
 def cpu_instructions() -> str:
-    """Return the names of the vector instructions that decide the speed of products, as far as they are known."""
+    """Return the names of the vector instructions that decide the speed of products, if Linux lists them."""
     try:
         flags = set(re.findall(r"\w+", Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0]))
     except OSError:
@@ -70,7 +80,6 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """Return the spread of at least one value."""
         return cls(statistics.median(values), min(values), max(values))
 
     def text(self, digits: int = 2) -> str:
@@ -104,10 +113,7 @@ def cache_sized_buffer() -> Tensor:
 
 
 def copy_bandwidth(device: str, size: int = 2**30) -> float:
-    """Return the bytes per second that a copy of `size` bytes reads and writes in total.
-
-    The result is the median of ten copies.
-    """
+    """Return the bytes per second that a copy reads and writes in total, the median of ten copies."""
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     times = [milliseconds(lambda: target.copy_(source), device) for _ in range(10)]
@@ -187,16 +193,10 @@ def resident_peak_of(run: Callable[[], object]) -> int:
 
 
 def peak_memory(device: str, prepare: Callable[..., Callable[[], object]], *arguments: Any) -> int:
-    """Return by how many bytes the memory of a device grows at its peak during a call.
+    """Return by how many bytes the memory of a device grows at its peak during the call that `prepare` returns.
 
-    Args:
-        device: "cuda" or "cpu". On "cpu", the call runs in a child process.
-        prepare: a function that returns the call to measure, which is a function without arguments. Memory that
-            `prepare` itself allocates is not counted.
-        arguments: the arguments of `prepare`. On "cpu" they must be picklable.
-
-    Raises:
-        OutOfMemory: if there is not enough memory.
+    What `prepare` itself allocates is not counted. On "cpu", both run in a child process, and the arguments must be
+    picklable. Raises OutOfMemory.
     """
     if device == "cpu":
         return in_child(_prepared_resident_peak, prepare, *arguments)
@@ -213,17 +213,15 @@ def peak_memory(device: str, prepare: Callable[..., Callable[[], object]], *argu
 
 
 def _prepared_resident_peak(prepare: Callable[..., Callable[[], object]], *arguments: Any) -> int:
-    """Call prepare(*arguments), then measure the call that it returns with `resident_peak_of`."""
     return resident_peak_of(prepare(*arguments))
 
 
 def can_measure_resident_peak() -> bool:
-    """Return True if this system can measure the peak of the resident set. Only Linux can."""
+    """Return True on Linux, which can reset the peak of the resident set."""
     return _RESET_PEAK.exists()
 
 
 def _read_kibibytes(key: str, file: Path = _PROCESS_STATUS) -> int:
-    """Return the number of KiB in a file of /proc, from the line that starts with `key`."""
     for line in file.read_text().splitlines():
         if line.startswith(key):
             return int(line.split()[1])
@@ -231,19 +229,9 @@ def _read_kibibytes(key: str, file: Path = _PROCESS_STATUS) -> int:
 
 
 def growth(points: Sequence[tuple[int, float]]) -> float | None:
-    """Return the exponent p of time ~ length^p between the shortest and the longest length.
-
-    `points` are pairs of a length and a time, in any order. The result is None if there is only one length.
-    """
+    """Return the exponent p of time ~ length^p between the shortest and the longest of (length, time), None for one."""
     first, first_time = min(points)
     last, last_time = max(points)
     if first == last:
         return None
     return math.log(last_time / first_time) / math.log(last / first)
-
-
-def relative_rms(actual: Tensor, expected: Tensor) -> float:
-    """Return √(mean (actual - expected)² / mean expected²) of two tensors of the same shape, computed in float64."""
-    actual = actual.double()
-    expected = expected.double()
-    return ((actual - expected).square().mean() / expected.square().mean()).sqrt().item()

@@ -1,29 +1,40 @@
-"""Measure time and peak memory of a training iteration of a RoBERTa, by attention and sequence length (Table 2).
+"""Measure time and peak memory of a training iteration, by attention and length (Table 2) or by task (Table 4).
 
     python -m scripts.benchmarks.model --preset tiny --json table2.json
+    python -m scripts.benchmarks.model --tasks text listops retrieval pathfinder image --json table4.json
 
-An iteration is a forward pass, a backward pass and an optimizer step of masked language modeling. The tokens are
-random, and 15% of them are masked. All attentions are timed in turn in the same model, repeat by repeat, and the tables
-show the medians. `softmax` is torch's fused kernel, which fairseq's own RoBERTa also calls with torch 2.
-`softmax_matrix` builds the N x N matrix, as fairseq did when the paper was written. As in fairseq, float16 has float32
-master weights, but the loss scale is constant. Peak memory is reported by torch on a GPU; on a CPU it is the peak of
-the resident set of a child process.
+An iteration is a forward pass, a backward pass and an optimizer step. Without --tasks, it is masked language modeling
+with a RoBERTa on random tokens, 15% of which are masked. With --tasks, it is classification with the model in
+configs/model/lra.yaml, at the lengths of the Long Range Arena's tasks and their batch sizes divided by --divide.
+
+All attentions are timed in turn, repeat by repeat, and the tables show the medians. Each has a model and optimizer
+of its own in memory: give fewer --attentions if they do not fit. `softmax` is torch's fused kernel, which fairseq's own
+RoBERTa also calls with torch 2. `softmax_matrix` builds the N x N matrix, as fairseq did when the paper was written. As
+in fairseq, float16 has float32 master weights, but the loss scale is constant. Peak memory is that of a model alone, as
+torch reports it on a GPU; on a CPU it is the peak of the resident set of a child process.
 """
 
 import argparse
 import functools
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import lln_fairseq
 from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.attention.layers import check_attention_spec
+from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import run_main
 from lln_fairseq.models.presets import PRESETS
+from lln_fairseq.terminal import at_least_one, program_parser, text_table
 from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.benchmarks.meter import (
     OutOfMemory,
@@ -34,34 +45,254 @@ from scripts.benchmarks.meter import (
     interleaved,
     peak_memory,
 )
-from scripts.benchmarks.model_report import Row, results_text
-from scripts.benchmarks.model_training import DTYPES, MATRIX, SOFTMAX, Training, run_two_iterations
-from scripts.terminal import at_least_one, program_parser
 
+SOFTMAX = "softmax"
+MATRIX = "softmax_matrix"
 PAPER_ROWS = ("nystrom:conv_kernel=33", "flash:form=quadratic")  # Nyströmformer as in the paper, and FLASH-Quad
 RECIPE_ROWS = ("softmax:dropout=0.1", "lln_diag:dropout=0.1")  # with the recipes' attention dropout
+DTYPES = {"float32": torch.float32, "float16": torch.float16}
 SMALL_VOCABULARY = 4000  # vocabulary size of the presets nano and tiny
 VOCABULARY = 50265
+FIRST_WORD = 4  # after fairseq's four special symbols
+MASKED_FRACTION = 0.15
+LOSS_SCALE = 128.0  # for float16
+
+
+class Task(NamedTuple):
+    """The sizes of a task of the Long Range Arena, as in configs/lra. A sample has one or two sequences."""
+
+    length: int
+    batch: int
+    classes: int
+    sequences: int = 1
+
+
+TASKS = {
+    "text": Task(4096, 32, 2),
+    "listops": Task(2048, 32, 10),
+    "retrieval": Task(4096, 16, 2, sequences=2),
+    "pathfinder": Task(1024, 128, 2),
+    "image": Task(1024, 256, 10),
+}
+TASK_ATTENTIONS = (  # with the options of Skyformer's code base, which the paper used
+    SOFTMAX,
+    "lln",
+    "lln_diag",
+    "performer:num_features=128",
+    "reformer:hashes=2",
+    "skyformer:landmarks=128",
+    "nystrom:landmarks=128",
+)
+TASK_VOCABULARY = 264  # bytes or pixels, and special symbols
+HEAD = "head"
+
+# The paper's tables, whose ratios to softmax are shown. None: out of memory. Table 2 of arXiv 2311.13541 has seconds of
+# an iteration and gigabytes of RoBERTa-base with batch 1 on "a commodity GPU", at these lengths.
+PAPER_LENGTHS = ("512", "1024", "2048", "4096", "8192", "16384")
+PAPER_SECONDS = {
+    "softmax": (0.95, 1.05, 2.4, 6.8, None, None),
+    "Nyströmformer": (1.8, 1.9, 2.6, 4.7, 8.8, 16.7),
+    "LLN": (1.0, 1.05, 1.6, 3.2, 6.1, 11.8),
+    "LLN+Diag": (1.2, 1.3, 1.9, 3.6, 6.9, 13.3),
+}
+PAPER_GIGABYTES = {
+    "softmax": (4.0, 5.5, 12.6, 32.1, None, None),
+    "Nyströmformer": (4.0, 4.5, 5.5, 7.3, 11.6, 19.1),
+    "LLN": (4.1, 4.4, 5.7, 7.5, 12.0, 20.1),
+    "LLN+Diag": (4.1, 4.6, 6.1, 8.1, 13.4, 23.0),
+}
+# Table 4 has seconds of a whole run and megabytes on a GPU that it does not name, in the order of TASKS.
+PAPER_TASK_SECONDS = {
+    "softmax": (21468, 5905, 21866, 6754, 13228),
+    "Reformer": (4610, 2439, 4714, 4694, 8737),
+    "Performer": (3456, 1966, 3761, 3553, 13169),
+    "Skyformer": (4523, 2970, 5602, 5240, 9347),
+    "LLN+Diag": (3043, 1774, 3135, 3042, 4053),
+}
+PAPER_TASK_MEGABYTES = {
+    "softmax": (17108, 4458, 8934, 4817, 9632),
+    "Reformer": (3261, 1631, 3008, 3258, 6514),
+    "Performer": (2176, 1122, 2178, 2180, 4353),
+    "Skyformer": (3068, 1697, 2974, 4041, 8079),
+    "LLN+Diag": (1641, 821, 1586, 1639, 3276),
+}
+Values = dict[tuple[str, str], float | None]  # by attention and column; None if memory ran out
+
+
+@dataclass
+class Row:
+    """The results of one attention at one length or task, which is the title of its column."""
+
+    attention: str
+    column: str
+    time: Spread | None = None  # of an iteration in ms; None if it was not measured
+    memory: int | None = None  # peak in bytes; None if it was not measured
+    oom: bool = False  # memory ran out, and nothing was measured
+
+
+class MatrixSoftmax(nn.Module):
+    """Wraps a softmax attention so that it builds the N x N matrix with torch's reference implementation."""
+
+    def __init__(self, softmax: nn.Module) -> None:
+        super().__init__()
+        self.softmax = softmax
+
+    def forward(self, *args: Tensor | None) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return self.softmax(*args)
+
+
+class Adam:
+    """AdamW with the settings of the recipes, for at least one parameter, all of one dtype.
+
+    As with fairseq's --fp16, float16 parameters have one flat float32 copy. AdamW updates this copy, and the result is
+    copied to the parameters.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.half_parameters: list[nn.Parameter] = []
+        self.masters = parameters
+        if parameters[0].dtype == torch.float16:
+            self.half_parameters = parameters
+            self.masters = [nn.Parameter(torch.cat([p.detach().float().flatten() for p in parameters]))]
+        self.optimizer = torch.optim.AdamW(
+            self.masters, lr=1e-5, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.01, fused=True
+        )
+
+    def step(self) -> None:
+        """Update the parameters. float16 gradients are divided by LOSS_SCALE, and missing ones count as 0."""
+        if self.half_parameters:
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.half_parameters]
+            self.masters[0].grad = torch.cat([g.flatten() for g in gradients]).float().div_(LOSS_SCALE)
+        self.optimizer.step()
+        if self.half_parameters:
+            parts = self.masters[0].detach().split([p.numel() for p in self.half_parameters])
+            for parameter, part in zip(self.half_parameters, parts, strict=True):
+                parameter.data.copy_(part.view_as(parameter))
+
+    def zero_grad(self) -> None:
+        for parameter in (*self.masters, *self.half_parameters):
+            parameter.grad = None
+
+
+class Training:
+    """Masked language modeling of one RoBERTa on one batch of random tokens.
+
+    Args:
+        name: an attention spec, or "softmax_matrix".
+        length: tokens per sequence.
+        args: the command line.
+    """
+
+    def __init__(self, name: str, length: int, args: argparse.Namespace) -> None:
+        torch.manual_seed(0)
+        self.args = args
+        self.shape = (args.batch, length)
+        model = build_model(name, length, args, **self.model_options())
+        self.model = self.add_head(model).to(device=args.device, dtype=DTYPES[args.dtype]).train()
+        self.adam = Adam(list(self.model.parameters()))
+        self.make_batch()
+
+    def model_options(self) -> dict[str, Any]:
+        return {}
+
+    def add_head(self, model: Any) -> Any:
+        return model
+
+    def make_batch(self) -> None:
+        """Set the random words and masked positions, of which the first one of each sequence is always masked."""
+        masked = (torch.rand(self.shape) < MASKED_FRACTION).index_fill_(1, torch.tensor([0]), True)
+        self.masked = masked.to(self.args.device)
+        self.words = self.random_words()
+
+    def random_words(self) -> Tensor:
+        return torch.randint(FIRST_WORD, self.args.vocabulary, self.shape).to(self.args.device)
+
+    def loss(self) -> Tensor:
+        logits, _ = self.model(src_tokens=self.words, masked_tokens=self.masked)
+        return F.cross_entropy(logits.float(), self.words[self.masked])
+
+    def iteration(self) -> None:
+        """Run a forward pass, a backward pass and an optimizer step."""
+        loss_scale = LOSS_SCALE if self.args.dtype == "float16" else 1.0
+        (self.loss() * loss_scale).backward()
+        self.adam.step()
+        self.adam.zero_grad()  # a model that waits for its turn holds no gradients
+
+
+class TaskTraining(Training):
+    """Classification with the model in configs/model/lra.yaml on one random batch of the task args.task."""
+
+    def model_options(self) -> dict[str, Any]:
+        return {
+            "encoder_normalize_before": True,
+            "activation_dropout": self.args.dropout,
+            "pooling": "mean",
+            "pooler_dim": 128,
+            "pooler_activation_fn": "relu",
+            "linear_init": "torch",
+            "two_towers": TASKS[self.args.task].sequences == 2,
+        }
+
+    def add_head(self, model: Any) -> Any:
+        model.register_classification_head(HEAD, num_classes=TASKS[self.args.task].classes)
+        return model
+
+    def make_batch(self) -> None:
+        task = TASKS[self.args.task]
+        names = ("src_tokens", "other_tokens")[: task.sequences]
+        self.inputs = {name: self.random_words() for name in names}
+        self.labels = torch.randint(task.classes, (self.args.batch,), device=self.args.device)
+
+    def loss(self) -> Tensor:
+        logits, _ = self.model(**self.inputs, features_only=True, classification_head_name=HEAD)
+        return F.cross_entropy(logits.float(), self.labels)
+
+
+def build_model(name: str, length: int, args: argparse.Namespace, **further: Any) -> Any:
+    """Build RoBERTa with an attention, in float32 on the CPU. `further` are other options of the model."""
+    lln_fairseq.register()  # before fairseq is imported: it configures the root logger
+    from fairseq.data import Dictionary
+    from omegaconf import OmegaConf
+
+    from lln_fairseq.models.lln_roberta import SIZE_FIELDS, LLNRobertaModel
+
+    dictionary = Dictionary()
+    for word in range(args.vocabulary - len(dictionary)):
+        dictionary.add_symbol(str(word))
+    attention, spec_options = parse_attention_spec(SOFTMAX if name == MATRIX else name)
+    attention_dropout = spec_options.pop("dropout", args.attention_dropout)
+    options = further | dict(zip(SIZE_FIELDS, PRESETS[args.preset], strict=True))
+    options |= {"attention": attention, "max_positions": length}
+    options |= {"dropout": args.dropout, "attention_dropout": attention_dropout}
+    options |= {f"{attention}_{key}": value for key, value in spec_options.items()}
+    model = LLNRobertaModel.build_model(OmegaConf.create(options), SimpleNamespace(source_dictionary=dictionary))
+    if name == MATRIX:
+        for layer in model.encoder.sentence_encoder.layers:
+            layer.self_attn.attention = MatrixSoftmax(layer.self_attn.attention)
+    return model
+
+
+def train_twice(name: str, length: int, args: argparse.Namespace) -> None:
+    """Build a model and train it: the second iteration needs as much memory as all later ones."""
+    training = args.training(name, length, args)
+    training.iteration()
+    training.iteration()
 
 
 def prepare_training(name: str, length: int, args: argparse.Namespace) -> Callable[[], None]:
-    """Return a function without arguments that runs two training iterations, to measure its memory.
+    """Return a function that builds a model and runs two iterations, to measure their memory.
 
-    The returned function builds the model and the optimizer itself. Before it is returned, a tiny model is trained for
-    two iterations, which loads the libraries that are loaded on first use, so that they are not measured.
+    A tiny model is trained first, so that the libraries that are loaded on first use are not measured.
     """
     torch.set_num_threads(args.threads)
-    tiny = argparse.Namespace(**vars(args) | {"preset": "tiny"})
-    run_two_iterations(name, 64, tiny)
-    return functools.partial(run_two_iterations, name, length, args)
+    train_twice(name, 64, argparse.Namespace(**vars(args) | {"preset": "tiny", "batch": 1}))
+    return functools.partial(train_twice, name, length, args)
 
 
-def measure_length(rows: list[Row], length: int, args: argparse.Namespace) -> None:
-    """Measure the times of the rows of one length, and also the memory if args.memory is True.
-
-    The results are written into `rows` in place. For a row that runs out of memory, `oom` is set to True, and its time
-    is not measured.
-    """
+def measure_column(column: str, length: int, args: argparse.Namespace) -> list[Row]:
+    """Measure all attentions at one length. A row that runs out of memory is not timed."""
+    rows = [Row(name, column) for name in args.attentions]
     if args.memory:
         for row in rows:
             try:
@@ -69,21 +300,61 @@ def measure_length(rows: list[Row], length: int, args: argparse.Namespace) -> No
             except OutOfMemory:
                 row.oom = True
     timed_rows = [row for row in rows if not row.oom]
-    training = args.training(args, length)
-    runs = {}
-    for row in timed_rows:
-        training.add(row.attention)
-        runs[row.attention] = functools.partial(training.iteration, row.attention)
+    runs = {row.attention: args.training(row.attention, length, args).iteration for row in timed_rows}
     times = interleaved(runs, args.device, args.repeats)
     for row in timed_rows:
         row.time = Spread.of(times[row.attention])
+    return rows
+
+
+def grid(head: str, columns: Sequence[str], cells: Mapping[tuple[str, str], str]) -> str:
+    """Return a table with a line above it. `cells` are by row and column; missing ones are left empty."""
+    lines = [["", *columns]]
+    for name in dict.fromkeys(name for name, _ in cells):
+        lines.append([name, *(cells.get((name, column), "") for column in columns)])
+    return f"{head}\n{text_table(lines)}"
+
+
+def ratios(measured: Values, paper: Mapping[str, Sequence[float | None]], paper_columns: Sequence[str]) -> Values:
+    """Return the ratios to softmax at the same length or task: those of the measured and of the paper's values."""
+    values = dict(measured)
+    for name, line in paper.items():
+        values |= {(f"{name} (paper)", column): x for column, x in zip(paper_columns, line, strict=True)}
+    result: Values = {}
+    for (name, column), value in values.items():
+        baseline = values.get((f"{SOFTMAX} (paper)" if name.endswith(" (paper)") else SOFTMAX, column))
+        result[name, column] = value / baseline if value and baseline else None
+    return result
+
+
+def results_text(settings: dict[str, Any], rows: Sequence[Row]) -> str:
+    """Return the settings in a line, and tables of times and memory, both also as a multiple of softmax's."""
+    columns = list(dict.fromkeys(row.column for row in rows))
+    times: Values = {}
+    memory: Values = {}
+    time_cells: dict[tuple[str, str], str] = {}
+    memory_cells: dict[tuple[str, str], str] = {}
+    for row in rows:
+        key = (row.attention, row.column)
+        times[key] = row.time.median if row.time else None
+        memory[key] = row.memory
+        time_cells[key] = row.time.text(1) if row.time else "OOM"
+        memory_cells[key] = f"{row.memory / 1e9:.3f}" if row.memory else "OOM"
+    paper = (PAPER_TASK_SECONDS, PAPER_TASK_MEGABYTES) if columns[0] in TASKS else (PAPER_SECONDS, PAPER_GIGABYTES)
+    paper_columns = list(TASKS) if columns[0] in TASKS else PAPER_LENGTHS
+    parts = [", ".join(f"{name} {value}" for name, value in settings.items())]
+    tables = [("time [ms/iteration], median (fastest-slowest)", time_cells, ratios(times, paper[0], paper_columns))]
+    if any(row.memory for row in rows):
+        tables.append(("peak memory [GB]", memory_cells, ratios(memory, paper[1], paper_columns)))
+    for title, cells, multiples in tables:
+        parts.append(grid(title, columns, cells))
+        texts = {key: "-" if value is None else f"{value:.2f}" for key, value in multiples.items()}
+        parts.append(grid(f"as a multiple of {SOFTMAX}", columns, texts))
+    return "\n\n".join(parts)
 
 
 def attention_argument(text: str) -> str:
-    """Return an argument unchanged if it is the spec of a mechanism that can be built, or "softmax_matrix".
-
-    Use this function as the `type` of an argparse argument. For any other text, it raises ArgumentTypeError.
-    """
+    """Return the spec of a mechanism that can be built, or "softmax_matrix", as a `type` of argparse."""
     try:
         if text != MATRIX:
             check_attention_spec(text)
@@ -92,21 +363,25 @@ def attention_argument(text: str) -> str:
     return text
 
 
-def add_training_options(parser: argparse.ArgumentParser, attentions: list[str]) -> None:
-    """Add the options of a training benchmark to a parser. Then call `set_device_defaults` on the parsed arguments.
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the arguments, fill in the defaults that depend on others, and set torch's number of threads.
 
-    Args:
-        parser: the parser, which is changed in place.
-        attentions: the default of --attentions.
+    The namespace also has `training`, `batch` and `vocabulary`, which no option sets.
     """
+    parser = program_parser("python -m scripts.benchmarks.model", __doc__)
+    has_gpu = torch.cuda.is_available()
     parser.add_argument(
         "--attentions",
         nargs="+",
         type=attention_argument,
-        default=attentions,
         metavar="NAME[:OPTION=VALUE,...]",
-        help=f"default: {', '.join(attentions)}",
+        help=f"default: all, and {MATRIX}; with --tasks: {', '.join(TASK_ATTENTIONS)}",
     )
+    parser.add_argument("--lengths", nargs="+", type=at_least_one, default=[512, 1024, 2048, 4096, 8192, 16384])
+    parser.add_argument("--preset", choices=PRESETS, default="base" if has_gpu else "tiny")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, help="measure the Long Range Arena's model on these tasks")
+    divisor = 1 if has_gpu else 16
+    parser.add_argument("--divide", type=at_least_one, default=divisor, help="the batch sizes of --tasks (%(default)s)")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument(
         "--attention-dropout",
@@ -115,25 +390,8 @@ def add_training_options(parser: argparse.ArgumentParser, attentions: list[str])
     )
     parser.add_argument("--threads", type=at_least_one, default=torch.get_num_threads(), help="threads on a CPU")
     parser.add_argument("--repeats", type=at_least_one, default=5)
-    add_device_options(parser, DTYPES)
-
-
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the arguments, fill in the defaults that depend on the device, and set torch's number of threads.
-
-    The returned namespace also has `training`, `batch` and `vocabulary`, which no option sets.
-    """
-    parser = program_parser("python -m scripts.benchmarks.model", __doc__)
-    has_gpu = torch.cuda.is_available()
-    other_mechanisms = [name for name in sorted(MECHANISMS) if name != SOFTMAX]
-    attentions = [MATRIX, SOFTMAX, *other_mechanisms, *PAPER_ROWS]
-    if not has_gpu:
-        # The other rows have no attention dropout on a CPU.
-        attentions += RECIPE_ROWS
-    add_training_options(parser, attentions)
-    parser.add_argument("--lengths", nargs="+", type=at_least_one, default=[512, 1024, 2048, 4096, 8192, 16384])
-    parser.add_argument("--preset", choices=PRESETS, default="base" if has_gpu else "tiny")
     parser.add_argument("--smoke", action="store_true", help="check that everything runs: tiny sizes, one repeat")
+    add_device_options(parser, DTYPES)
     parser.set_defaults(training=Training, batch=1)
     args = parser.parse_args(argv)
     if args.smoke:
@@ -141,14 +399,17 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         args.lengths = [96]  # longer than a block, and than the number of landmarks
         args.repeats = 1
     args.vocabulary = SMALL_VOCABULARY if args.preset in ("nano", "tiny") else VOCABULARY
-    return set_device_defaults(args)
-
-
-def set_device_defaults(args: argparse.Namespace) -> argparse.Namespace:
-    """Fill in the arguments whose defaults depend on the device, in place, and return the same namespace.
-
-    This also sets torch's number of threads to args.threads.
-    """
+    if args.tasks:
+        args.training = TaskTraining
+        args.preset = "lra"
+        args.vocabulary = TASK_VOCABULARY
+        args.batch = f"/ {args.divide}"  # of each task
+        args.attentions = args.attentions or list(TASK_ATTENTIONS)
+    if not args.attentions:
+        others = [name for name in sorted(MECHANISMS) if name != SOFTMAX]
+        args.attentions = [MATRIX, SOFTMAX, *others, *PAPER_ROWS]
+        if not has_gpu:
+            args.attentions += RECIPE_ROWS  # the other rows have no attention dropout on a CPU
     on_gpu = args.device == "cuda"
     if args.dtype is None:
         args.dtype = "float16" if on_gpu else "float32"
@@ -160,33 +421,31 @@ def set_device_defaults(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
-def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of the benchmark by name, for the JSON file and the line above the tables."""
-    values = {"device": device_name(args.device), "torch": torch.__version__, "model": "fairseq's RoBERTa"}
+def benchmark(args: argparse.Namespace) -> None:
+    """Measure everything and print the tables. The JSON file, if requested, is written after each length or task."""
+    disable_malloc_trim()
+    settings = {"device": device_name(args.device), "torch": torch.__version__, "model": "fairseq's RoBERTa"}
     for key in ("preset", "batch", "vocabulary", "dropout", "attention_dropout", "dtype"):
-        values[key] = getattr(args, key)
-    return values
+        settings[key] = getattr(args, key)
+    columns = {str(length): (length, args) for length in args.lengths}
+    if args.tasks:
+        columns = {}
+        for task in args.tasks:
+            of_task = {"task": task, "batch": max(TASKS[task].batch // args.divide, 1)}
+            columns[task] = (TASKS[task].length, argparse.Namespace(**vars(args) | of_task))
+    rows: list[Row] = []
+    for column, (length, column_args) in columns.items():
+        rows += measure_column(column, length, column_args)
+        print(f"{column} done", file=sys.stderr)
+        if args.json:
+            content = {"settings": settings, "rows": [asdict(row) for row in rows]}
+            args.json.write_text(json.dumps(content, indent=1) + "\n")
+    print(results_text(settings, rows))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
     args = parse_arguments(argv)
     return run_main(lambda: benchmark(args))
-
-
-def benchmark(args: argparse.Namespace) -> None:
-    """Measure all lengths and print the tables. The JSON file, if requested, is written after each length."""
-    disable_malloc_trim()
-    rows: list[Row] = []
-    for length in args.lengths:
-        rows_of_length = [Row(name, length) for name in args.attentions]
-        measure_length(rows_of_length, length, args)
-        rows += rows_of_length
-        print(f"N = {length} done", file=sys.stderr)
-        if args.json:
-            content = {"settings": settings(args), "rows": [asdict(row) for row in rows]}
-            args.json.write_text(json.dumps(content, indent=1) + "\n")
-    print(results_text(settings(args), rows))
 
 
 if __name__ == "__main__":

@@ -35,11 +35,10 @@ from lln_fairseq.command import run_main
 from lln_fairseq.data.special_symbols import BOS, EOS, NUM_SPECIAL, PAD
 from lln_fairseq.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
 from lln_fairseq.data.vocabulary import new_vocabulary
-from lln_fairseq.linearize.progress_bar import progress_bar
 from lln_fairseq.models.presets import PRESETS
+from lln_fairseq.terminal import at_least_one, program_parser, progress_bar, text_table
 from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.benchmarks.meter import cpu_instructions, device_name, interleaved
-from scripts.terminal import aligned, at_least_one, program_parser
 
 SIZES = {**PRESETS, "minilm": (6, 384, 1536, 12)}  # minilm: the sizes of all-MiniLM-L6-v2
 SOFTMAX = "softmax"
@@ -256,7 +255,7 @@ def lengths_table(models: dict[str, Logits], lengths: list[int], repeats: int) -
                 rows[name].append(f"{median:.{digits}f} ({statistics.median(quotients):.2f})")
             bar.update()
     header = ["milliseconds (times as fast as sdpa)", *(f"{length} tokens" for length in lengths)]
-    return aligned([header, *rows.values()])
+    return text_table([header, *rows.values()])
 
 
 def mixed_lengths() -> list[int]:
@@ -290,7 +289,7 @@ def mixed_table(models: dict[str, Logits], repeats: int) -> str:
         padding = 1 - real_tokens / padded_tokens[order]
         tokens_per_second = 1e3 * real_tokens / statistics.median(passed)
         cells.append((name, order, f"{padding:.0%}", f"{tokens_per_second:.0f}"))
-    return aligned(cells)
+    return text_table(cells)
 
 
 def run_batches(model: Logits, batches: list[Tensor]) -> None:

@@ -31,8 +31,8 @@ from lln_fairseq.command import UserError, run_main
 from lln_fairseq.models.presets import PRESETS
 from lln_fairseq.modules.encoder import LLNEncoderLayer
 from lln_fairseq.modules.token_shards import shard_bounds
+from lln_fairseq.terminal import at_least_one, program_parser, text_table
 from scripts.benchmarks.meter import can_measure_resident_peak, growth, resident_peak_of
-from scripts.terminal import aligned, at_least_one, program_parser
 
 PRESET = "small"
 REPEATS = 3
@@ -41,20 +41,16 @@ COLLECTIVES = {"all_gather": 1, "all_reduce": 0}  # the position of the argument
 
 @dataclass
 class Row:
-    """The results of one length: seconds of a forward and backward pass, bytes of memory, and sent bytes."""
+    """The results of one length."""
 
     tokens: int
-    seconds: float
-    peak: int  # in the worker where it is largest
-    sent: int  # by each worker
+    seconds: float  # of a forward and a backward pass
+    peak: int  # bytes, in the worker where it is largest
+    sent: int  # bytes, by each worker
 
 
 def build_layer(args: argparse.Namespace, tokens: int) -> LLNEncoderLayer:
-    """Return an encoder layer of the preset's size, without dropout, for sequences of up to `tokens` tokens.
-
-    Raises:
-        ValueError: for an unknown attention or option.
-    """
+    """Return an encoder layer of the preset's size, without dropout, for sequences of up to `tokens` tokens."""
     _, width, inner, heads = PRESETS[PRESET]
     cfg = TransformerConfig(dropout=0.0, attention_dropout=0.0, activation_fn="gelu", max_source_positions=tokens)
     cfg.encoder.embed_dim = width
@@ -65,10 +61,7 @@ def build_layer(args: argparse.Namespace, tokens: int) -> LLNEncoderLayer:
 
 
 def count_sent_bytes() -> list[int]:
-    """Patch torch's collectives for the rest of the process so that they count bytes, and return an empty list.
-
-    Every later call of a collective appends to this list the number of bytes that this worker passes to it.
-    """
+    """Patch torch's collectives for the rest of the process, and return a list to which they append their bytes."""
     sent: list[int] = []
 
     def counted(collective: Callable, index: int) -> Callable:
@@ -87,12 +80,6 @@ def run_worker(rank: int, args: argparse.Namespace, tokens: int, directory: str)
     """Measure in the process of one worker, and write the results to DIRECTORY/RANK.json.
 
     The file has the seconds of each repeat, the peak memory in bytes, and the bytes sent in one repeat.
-
-    Args:
-        rank: the number of the worker.
-        args: the command line.
-        tokens: tokens of the whole sequence.
-        directory: the directory for the results and for the store of the process group.
     """
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -128,11 +115,7 @@ def run_worker(rank: int, args: argparse.Namespace, tokens: int, directory: str)
 
 
 def measure_length(args: argparse.Namespace, tokens: int) -> Row:
-    """Run all workers on a sequence of `tokens` tokens, and return the results of this length.
-
-    Raises:
-        UserError: if a worker ends early, for example because memory ran out.
-    """
+    """Run all workers on a sequence of `tokens` tokens."""
     with tempfile.TemporaryDirectory() as directory:
         try:
             processes.spawn(run_worker, (args, tokens, directory), nprocs=args.workers)
@@ -153,12 +136,11 @@ def results_table(rows: list[Row]) -> str:
         cells.append([f"{row.tokens:,}", f"{row.seconds:.2f}", f"{row.peak / 1e9:.2f}", f"{row.sent / 1e3:.1f}"])
     exponent = growth([(row.tokens, row.seconds) for row in rows])
     if exponent is None:
-        return aligned(cells)
-    return f"{aligned(cells)}\nseconds grow like N^{exponent:.2f}"
+        return text_table(cells)
+    return f"{text_table(cells)}\nseconds grow like N^{exponent:.2f}"
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the arguments. If the system cannot measure memory, the program ends with a message."""
     parser = program_parser("python -m scripts.benchmarks.sequence_parallel", __doc__)
     parser.add_argument("--tokens", nargs="+", type=at_least_one, default=[131072, 262144, 524288])
     parser.add_argument("--workers", type=at_least_one, default=2)
@@ -177,17 +159,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
     args = parse_arguments(argv)
     return run_main(lambda: benchmark(args))
 
 
 def benchmark(args: argparse.Namespace) -> None:
-    """Measure all lengths, shortest first, and print the table.
-
-    Raises:
-        UserError: if the attention does not exist or cannot split a sequence across workers, or if memory runs out.
-    """
+    """Measure all lengths, shortest first, and print the table."""
     try:
         layer = build_layer(args, 1)
     except ValueError as error:

@@ -22,11 +22,11 @@ import torch
 
 import lln_fairseq
 from lln_fairseq.command import UserError, run_main
+from lln_fairseq.terminal import at_least_one, program_parser
 from scripts.research.conversion import run_conversion
 from scripts.research.pretraining import UPDATES, run_pretraining
 from scripts.research.programs import locked
 from scripts.research.units import CONVERSION, PRETRAINING, RESULTS, TASKS, Unit, all_units, check_unit
-from scripts.terminal import at_least_one, program_parser
 
 
 def run_unit(unit: Unit, args: argparse.Namespace) -> bool:

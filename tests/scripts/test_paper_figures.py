@@ -8,7 +8,7 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from lln_fairseq.ops import moment_matching
-from scripts import paper_figures
+from scripts.figures import paper as paper_figures
 
 RUN_FIGURES = ["1", "8", "9", "10"]
 SIMULATED_FIGURES = [name for name in paper_figures.FIGURES if name not in RUN_FIGURES]

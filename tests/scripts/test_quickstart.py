@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.experiments import quickstart
+from scripts.research import quickstart
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,7 +64,7 @@ def test_signal_ends_a_script_and_its_child(number, code, tmp_path):
 
 
 def test_missing_archive_ends_the_quickstart_in_one_line(tmp_path):
-    command = [sys.executable, "-m", "scripts.experiments.quickstart", "--archive", tmp_path / "none.tar.gz"]
+    command = [sys.executable, "-m", "scripts.research.quickstart", "--archive", tmp_path / "none.tar.gz"]
     command += ["--data", tmp_path / "data", "--out", tmp_path / "out"]
 
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
@@ -104,8 +104,11 @@ def test_quickstart_runs_to_the_table_and_skips_finished_steps(tmp_path, monkeyp
     assert score["rows"] == 992  # every row of the test split
     assert list((tmp_path / "out").rglob("events.out.tfevents.*"))
 
+    results = [*(tmp_path / "out").rglob("*.pt"), tmp_path / "out" / "finetune_lln_diag" / "test.json"]
+    written = {path: path.stat().st_mtime_ns for path in results}
+
     assert quickstart.main() == 0
 
     second = capfd.readouterr().out
-    assert second.count("done before") == 3
+    assert {path: path.stat().st_mtime_ns for path in written} == written
     assert second.splitlines()[-1] == first.splitlines()[-1]

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from scripts.experiments import recall
+from scripts.research import recall
 
 SMALL = ["--tasks", "8x1", "--widths", "32", "--rows", "400", "--epochs", "3", "--batch", "16", "--rates", "0.01"]
 

@@ -9,10 +9,8 @@ import torch
 from PIL import Image
 
 from lln_fairseq.attention import build_attention
-from scripts.experiments import vit
-from scripts.experiments.vit_model import ViTLayer, ViTShape
-from scripts.experiments.vit_pictures import load_digits_pictures, load_folder_pictures
-from scripts.experiments.vit_training import ViTRecipe, ViTRun
+from scripts.research import vit
+from scripts.research.vit import ViTLayer, ViTRecipe, ViTRun, ViTShape, load_digits_pictures, load_folder_pictures
 
 SMALL = ["--layers", "1", "--width", "32", "--heads", "1", "--patch", "4", "--epochs", "2", "--lr", "0.01"]
 RECIPE = ViTRecipe("lln", seed=1, epochs=4, batch=8, lr=0.01, weight_decay=0.0, fp16=False)

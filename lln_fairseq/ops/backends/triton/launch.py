@@ -71,8 +71,7 @@ class Tiles(NamedTuple):
 # needs three operands in place of one. Its tiles are the same on both architectures.
 _COLUMNS = ((80, 2, 64), (80, 2, 128), (80, 4, 64), (80, 4, 128), (90, 2, 64), (90, 2, 128))
 # The fields of the `Tile` of each kernel, in the order of _COLUMNS. They were chosen from the compiled code, so that
-# half precision spills few registers. tests/ops/backends/test_triton_aot.py lists the spills, and
-# scripts/benchmarks/tiles.py times other tiles.
+# half precision spills few registers. tests/ops/backends/test_triton_aot.py lists the spills.
 _TABLE = {
     "state": ((32, 4, 2), (64, 8, 2), (32, 4, 1), (16, 8, 1), (64, 4, 2), (64, 8, 2)),
     "out": ((64, 4, 2), (64, 8, 1), (32, 4, 1), (16, 8, 1), (64, 4, 2), (64, 8, 1)),

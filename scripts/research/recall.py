@@ -1,6 +1,6 @@
 """Train small encoders to recall values by their keys, and compare attentions: multi-query associative recall.
 
-    python -m scripts.experiments.recall runs/recall --attentions softmax,lln_diag --tasks 64x4 128x8 --widths 64 \\
+    python -m scripts.research.recall runs/recall --attentions softmax,lln_diag --tasks 64x4 128x8 --widths 64 \\
         --rates 1e-3 3e-3 --seeds 1 2 --previous-token
 
 The task is the one of Zoology (arXiv 2312.04927) and Based (arXiv 2402.18510), for an encoder. A row starts with pairs
@@ -43,10 +43,8 @@ from lln_fairseq.attention.layers import check_attention_spec
 from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import UserError, run_main
 from lln_fairseq.data.files import write_bytes
-from lln_fairseq.linearize.progress_bar import progress_bar
+from lln_fairseq.terminal import at_least_one, program_parser, progress_bar, show_update, text_table
 from lln_fairseq.training.malloc import disable_malloc_trim
-from scripts.experiments.progress import show_update
-from scripts.terminal import aligned, at_least_one, program_parser
 
 VOCABULARY = 8192  # 0 is the filler, the lower half are keys, and the upper half values
 FIRST_VALUE = VOCABULARY // 2
@@ -61,37 +59,21 @@ PARTS = ("all", "same block", "other block")  # the queries that the columns of 
 
 @dataclass
 class RecallSettings:
-    """The settings on which the result of a run depends.
+    """The settings on which the result of a run depends."""
 
-    Attributes:
-        attention: an attention spec.
-        length: tokens of a row.
-        pairs: key-value pairs of a row, which is also the number of queries.
-        filler: which tokens stand between pairs and queries: "zeros" or "random".
-        rows: number of training rows.
-        width: features of a token.
-        head_dim: features of a head.
-        previous_token: True adds a projection of the previous token to every token, before the first layer.
-        lr: highest learning rate of AdamW, which falls to 0 along a cosine over all epochs.
-        batch: rows per update.
-        epochs: largest number of epochs.
-        target: accuracy in percent that ends the training.
-        seed: seed of the initial parameters and of the order of the rows.
-    """
-
-    attention: str
-    length: int
-    pairs: int
-    filler: str
-    rows: int
-    width: int
+    attention: str  # an attention spec
+    length: int  # tokens of a row
+    pairs: int  # of a key and a value in a row, which is also the number of queries
+    filler: str  # the tokens between pairs and queries: "zeros" or "random"
+    rows: int  # for training
+    width: int  # features of a token
     head_dim: int
-    previous_token: bool
-    lr: float
-    batch: int
-    epochs: int
-    target: float
-    seed: int
+    previous_token: bool  # adds a projection of the previous token to every token, before the first layer
+    lr: float  # the highest; it falls to 0 along a cosine over all epochs
+    batch: int  # rows per update
+    epochs: int  # at most
+    target: float  # accuracy in percent that ends the training
+    seed: int  # of the initial parameters and of the order of the rows
 
     @property
     def name(self) -> str:
@@ -114,14 +96,10 @@ class RecallRows:
     values: Tensor
 
     def to(self, device: str) -> "RecallRows":
-        """Return the rows on a device."""
         return RecallRows(self.tokens.to(device), self.masks.to(device), self.values.to(device))
 
     def batches(self, size: int, order: Tensor | None = None) -> Iterator["RecallRows"]:
-        """Yield the rows in batches of `size` rows; the last one can be smaller.
-
-        `order` are the indices of the rows in the order to yield them. None keeps their order.
-        """
+        """Yield batches of the rows, in the order of the indices `order` if it is not None."""
         if order is None:
             order = torch.arange(len(self.tokens))
         for index in order.split(size):
@@ -145,15 +123,7 @@ def draw_distinct(rows: int, count: int, low: int, high: int, generator: torch.G
 
 
 def make_rows(rows: int, length: int, pairs: int, filler: str, seed: int) -> RecallRows:
-    """Make random rows of the task.
-
-    Args:
-        rows: number of rows.
-        length: tokens of a row, an even number of at least 4 * pairs.
-        pairs: key-value pairs of a row.
-        filler: "zeros" or "random".
-        seed: seed of the rows.
-    """
+    """Make random rows of the task. `length` must be an even number of at least 4 * pairs."""
     generator = torch.Generator().manual_seed(seed)
     if filler == "random":
         tokens = torch.randint(VOCABULARY, (rows, length), generator=generator)
@@ -180,18 +150,13 @@ class PreviousToken(nn.Module):
         self.projection = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the tokens with the projections, (B, N, C) like `x`. The token before the first one counts as 0."""
+        """Return the tokens with the projections, (B, N, C). The token before the first one counts as 0."""
         previous = F.pad(x, (0, 0, 1, 0))[:, :-1]
         return x + self.projection(previous)
 
 
 class RecallLayer(nn.Module):
-    """A layer norm and attention, with a residual connection.
-
-    Args:
-        width: features C of a token.
-        attention: the attention, with C = H * D.
-    """
+    """A layer norm and attention, with a residual connection."""
 
     def __init__(self, width: int, attention: Attention) -> None:
         super().__init__()
@@ -201,18 +166,13 @@ class RecallLayer(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the hidden states after this layer. `x`, the hidden states before it, and the result are (B, N, C)."""
         qkv = self.qkv(self.norm(x)).unflatten(-1, (3, self.attention.num_heads, -1))  # (B, N, 3, H, D)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).contiguous()  # (B, H, N, D) each
         return x + self.out(self.attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 class RecallModel(nn.Module):
-    """An encoder that predicts the tokens at given positions.
-
-    Args:
-        settings: the settings of the run.
-    """
+    """An encoder that predicts the tokens at given positions."""
 
     def __init__(self, settings: RecallSettings) -> None:
         super().__init__()
@@ -237,15 +197,7 @@ class RecallModel(nn.Module):
         self.norm = nn.LayerNorm(settings.width)
 
     def forward(self, tokens: Tensor, masks: Tensor) -> Tensor:
-        """Return the logits at the masks. The output projection, which is large, is computed only there.
-
-        Args:
-            tokens: int64 (B, N).
-            masks: the positions of the masks, int64 (B, P).
-
-        Returns:
-            Logits, (B, P, VOCABULARY).
-        """
+        """Return the logits (B, P, VOCABULARY) of tokens (B, N) at the positions `masks`, (B, P), only."""
         x = self.layers(self.embedding(tokens) + self.positions.weight)
         masked = x.gather(1, masks[:, :, None].expand(-1, -1, x.shape[-1]))
         return F.linear(self.norm(masked), self.embedding.weight[:VOCABULARY])
@@ -253,12 +205,9 @@ class RecallModel(nn.Module):
 
 @torch.no_grad()
 def recall_accuracy(model: RecallModel, rows: RecallRows, batch: int) -> dict[str, float]:
-    """Return the accuracy in percent for each of PARTS. A part without queries is left out.
+    """Return the accuracy in percent for each of PARTS, and leave the model in evaluation mode.
 
-    Args:
-        model: the model, which is left in evaluation mode.
-        rows: the rows to answer, on the device of the model.
-        batch: rows that are answered at once.
+    A part without queries is left out.
     """
     model.eval()
     correct = torch.cat([model(part.tokens, part.masks).argmax(dim=-1) == part.values for part in rows.batches(batch)])
@@ -271,15 +220,7 @@ def recall_accuracy(model: RecallModel, rows: RecallRows, batch: int) -> dict[st
 
 
 def train_epoch(model: RecallModel, optimizer: torch.optim.Optimizer, rows: RecallRows, size: int, bar: tqdm) -> float:
-    """Train for one epoch in a random order, and return the mean loss in bits per query.
-
-    Args:
-        model: the model.
-        optimizer: the optimizer of its parameters.
-        rows: the training rows, on the device of the model.
-        size: rows per update.
-        bar: a progress bar that counts the updates of the epoch.
-    """
+    """Train for one epoch in a random order, `size` rows per update, and return the mean loss in bits per query."""
     model.train()
     total = 0.0
     for batch in rows.batches(size, torch.randperm(len(rows.tokens))):
@@ -295,17 +236,9 @@ def train_epoch(model: RecallModel, optimizer: torch.optim.Optimizer, rows: Reca
 
 
 def train(settings: RecallSettings, train_rows: RecallRows, held_out: RecallRows) -> list[dict[str, Any]]:
-    """Train a model and return its history.
+    """Train a model and return for every epoch the "loss" in bits per query, the "accuracy", and the "seconds".
 
     Training also ends after an epoch whose loss is not finite, as happens if the learning rate is too high.
-
-    Args:
-        settings: the settings of the run.
-        train_rows: the rows to train on.
-        held_out: the rows on which the accuracy is measured after every epoch.
-
-    Returns:
-        A dict for every epoch: "loss" in bits per query, "accuracy" (see `recall_accuracy`), and "seconds".
     """
     torch.manual_seed(settings.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -332,13 +265,7 @@ def train(settings: RecallSettings, train_rows: RecallRows, held_out: RecallRows
 def finish_run(
     out: Path, settings: RecallSettings, train_rows: RecallRows, held_out: RecallRows
 ) -> list[dict[str, Any]]:
-    """Return the history of a run, see `train`.
-
-    The run is read from its file in `out`. If there is no such file, the model is trained and the file is written.
-
-    Raises:
-        UserError: if the file was written with other settings.
-    """
+    """Return the history of a run (see `train`) from its file in `out`, or train and write the file."""
     path = out / (re.sub(r"[^\w.]+", "-", settings.name) + ".json")
     if path.is_file():
         result = json.loads(path.read_text())
@@ -357,11 +284,9 @@ def mean_and_range(values: Sequence[float]) -> str:
 
 
 def best_rate_row(attention: str, histories: dict[float, list[list[dict[str, Any]]]]) -> list[str]:
-    """Return the table row of an attention: its name, its best learning rate, the accuracies, and the epochs.
+    """Return the cells of a row: the attention, its best learning rate, the accuracies, and the epochs.
 
-    Args:
-        attention: the attention spec.
-        histories: the histories of all seeds, by learning rate.
+    `histories` are those of all seeds, by learning rate.
     """
 
     def mean_accuracy(rate: float) -> float:
@@ -408,16 +333,12 @@ def run_experiment(args: argparse.Namespace) -> None:
                     history = finish_run(args.out, settings, train_rows, held_out)
                     histories.setdefault(rate, []).append(history)
                 table.append(best_rate_row(attention, histories))
-            tables.append(f"{length} tokens, {pairs} pairs, width {width}: accuracy [%]\n{aligned(table)}")
+            tables.append(f"{length} tokens, {pairs} pairs, width {width}: accuracy [%]\n{text_table(table)}")
     print("\n" + "\n\n".join(tables))
 
 
 def task_argument(text: str) -> tuple[int, int]:
-    """Convert an argument LENGTHxPAIRS to both numbers.
-
-    Use this function as the `type` of an argparse argument. It raises ArgumentTypeError for a text of another form, and
-    if the queries do not fit into a row behind the pairs.
-    """
+    """Convert an argument LENGTHxPAIRS to both numbers, as a `type` of argparse."""
     match = re.fullmatch(r"(\d+)x([1-9]\d*)", text)
     if match:
         length = int(match[1])
@@ -428,11 +349,8 @@ def task_argument(text: str) -> tuple[int, int]:
 
 
 def attentions_argument(text: str) -> list[str]:
-    """Convert an argument to a list of attention specs, without repetitions.
-
-    A comma before OPTION= separates the options of an attention; any other comma separates attentions. Use this
-    function as the `type` of an argparse argument. It raises ArgumentTypeError for an attention that cannot be built.
-    """
+    """Convert an argument to a list of attention specs, without repetitions, as a `type` of argparse."""
+    # A comma before OPTION= separates the options of an attention; any other comma separates attentions.
     specs = list(dict.fromkeys(re.split(r",(?!\w+=)", text)))
     for spec in specs:
         try:
@@ -444,8 +362,7 @@ def attentions_argument(text: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
-    parser = program_parser("python -m scripts.experiments.recall", __doc__)
+    parser = program_parser("python -m scripts.research.recall", __doc__)
     parser.add_argument("out", type=Path, metavar="OUT", help="directory of the results, one JSON file for each run")
     parser.add_argument(
         "--attentions",

@@ -1,13 +1,13 @@
 """Measure how much accuracy fine-tuned softmax classifiers keep when `lln-fairseq linearize` makes them linear.
 
-    python -m scripts.experiments.linear_classifiers data-bin/qnli runs/linear_qnli \\
+    python -m scripts.research.linear_classifiers data-bin/qnli runs/linear_qnli \\
         --teachers runs/qnli_seed1/checkpoint_best.pt runs/qnli_seed2/checkpoint_best.pt
 
 The first argument is the data on which the teachers were fine-tuned. Its splits `train` and `test` must have labels, as
 in the output of data_prep.glue_held_out. The second argument is the output directory OUT. Every teacher is linearized
 with every variant of linear attention, which is trained on the rows of `train`. The table shows the accuracy on `test`:
 the mean over the teachers, the range, and the difference between this mean and the teachers' own mean. Nothing is
-chosen on `test`. Finished runs in OUT are skipped, so you can run an interrupted command again.
+chosen on `test`. Run an interrupted command again to continue it.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lln_fairseq.command import run_main
-from scripts.experiments.steps import Steps
-from scripts.terminal import aligned, program_parser
+from lln_fairseq.terminal import program_parser, text_table
+from scripts.research.training import call_logged, is_newer
 
 JOINT = "--option mix=joint_offset gain=learned block_size="
 VARIANTS = {  # name: arguments of linearize
@@ -48,47 +48,24 @@ VARIANTS = {  # name: arguments of linearize
     "blocks of 64, 2 softmax layers": f"{JOINT}64 --softmax-layers best:2",
     "not trained, blocks of 64": f"{JOINT}64 --steps 0",
 }
-SPLIT = "test"
 
 
-def evaluate(steps: Steps, name: str, checkpoint: Path, data: Path, result: Path) -> float:
-    """Evaluate a classifier on the test split and return its accuracy in percent.
-
-    Args:
-        steps: runs the evaluation, unless it has been done.
-        name: name of the classifier, unique among the steps.
-        checkpoint: the classifier.
-        data: the data directory.
-        result: the file to which the scores are written.
-    """
-    command = [sys.executable, "-m", "lln_fairseq", "evaluate", str(checkpoint), str(data)]
-    command += [f"--split={SPLIT}", "--json", str(result)]
-    steps.run(f"evaluate {name}", command)
+def evaluate(name: str, checkpoint: Path, args: argparse.Namespace) -> float:
+    """Return the accuracy of a classifier on `test` in percent. It is kept in OUT/scores/NAME.json."""
+    result = args.out / "scores" / f"{file_name(name)}.json"
+    if not is_newer(result, checkpoint):
+        result.parent.mkdir(parents=True, exist_ok=True)
+        words = ["lln_fairseq", "evaluate", str(checkpoint), str(args.data), "--split=test", "--json", str(result)]
+        call_logged(f"evaluate {name}", words, args.out / "logs" / f"evaluate_{file_name(name)}.log")
     return 100 * json.loads(result.read_text())["accuracy"]
 
 
-def linearize(steps: Steps, name: str, teacher: Path, data: Path, out: Path, arguments: Sequence[str]) -> Path:
-    """Linearize a teacher and return the path of the new checkpoint, OUT/model.pt.
-
-    Args:
-        steps: runs the linearization, unless it has been done.
-        name: name of the new model, unique among the steps.
-        teacher: the checkpoint of the teacher.
-        data: the data directory.
-        out: the directory of the new model.
-        arguments: further arguments of lln-fairseq linearize.
-    """
-    command = [sys.executable, "-m", "lln_fairseq", "linearize", str(teacher), str(data), str(out)]
-    command += ["--evaluate-rows", "1", *arguments]
-    steps.run(f"linearize {name}", command)
-    return out / "model.pt"
+def file_name(name: str) -> str:
+    return name.replace(", ", "_").replace(" ", "_")
 
 
 def format_row(name: str, accuracies: Sequence[float], teacher_accuracies: Sequence[float]) -> list[str]:
-    """Return the cells of a table row: the name, "mean (lowest–highest)", and the difference between the means.
-
-    `accuracies` and `teacher_accuracies` are in percent and have one entry for each teacher.
-    """
+    """Return the cells of a row: the name, "mean (lowest–highest)", and the difference between the means."""
     mean = sum(accuracies) / len(accuracies)
     difference = mean - sum(teacher_accuracies) / len(teacher_accuracies)
     return [name, f"{mean:.1f} ({min(accuracies):.1f}–{max(accuracies):.1f})", f"{difference:+.1f}"]
@@ -96,29 +73,28 @@ def format_row(name: str, accuracies: Sequence[float], teacher_accuracies: Seque
 
 def run_experiment(args: argparse.Namespace) -> None:
     """Evaluate the teachers, linearize and evaluate every variant, and print the table."""
-    steps = Steps(args.out)
     teacher_accuracies = []
     for number, teacher in enumerate(args.teachers, start=1):
-        result = args.out / f"teacher{number}.json"
-        teacher_accuracies.append(evaluate(steps, f"teacher {number}", teacher, args.data, result))
-    rows = [["", f"{SPLIT} accuracy [%]", "difference"]]
+        teacher_accuracies.append(evaluate(f"teacher {number}", teacher, args))
+    rows = [["", "test accuracy [%]", "difference"]]
     rows.append(format_row("softmax (the teachers)", teacher_accuracies, teacher_accuracies))
     for variant in args.variants:
         accuracies = []
         for number, teacher in enumerate(args.teachers, start=1):
             name = f"{variant}, teacher {number}"
-            out = args.out / name.replace(", ", "_").replace(" ", "_")
-            arguments = [*VARIANTS[variant].split(), "--seed", str(number), *args.linearize]
-            checkpoint = linearize(steps, name, teacher, args.data, out, arguments)
-            accuracies.append(evaluate(steps, name, checkpoint, args.data, out / f"{SPLIT}.json"))
+            out = args.out / file_name(name)
+            words = ["lln_fairseq", "linearize", str(teacher), str(args.data), str(out), "--evaluate-rows", "1"]
+            words += [*VARIANTS[variant].split(), "--seed", str(number), *args.linearize]
+            # It does nothing if OUT is complete.
+            call_logged(f"linearize {name}", words, args.out / "logs" / f"linearize_{file_name(name)}.log")
+            accuracies.append(evaluate(name, out / "model.pt", args))
         rows.append(format_row(variant, accuracies, teacher_accuracies))
-        print(aligned([rows[0], rows[1], rows[-1]]), flush=True)
-    print(f"\n{aligned(rows)}")
+        print(text_table([rows[0], rows[1], rows[-1]]), flush=True)
+    print(f"\n{text_table(rows)}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
-    parser = program_parser("python -m scripts.experiments.linear_classifiers", __doc__)
+    parser = program_parser("python -m scripts.research.linear_classifiers", __doc__)
     parser.add_argument("data", type=Path, help="the data directory of the teachers' task")
     parser.add_argument("out", type=Path, help="directory of the linear models and results")
     parser.add_argument("--teachers", type=Path, nargs="+", required=True, help="fine-tuned softmax checkpoints")

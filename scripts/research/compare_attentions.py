@@ -1,0 +1,349 @@
+"""Pre-train and fine-tune several attentions with the same data, budget and seeds. Write a table and a plot.
+
+    scripts/compare_attentions.sh --attentions softmax,lln_diag,nystrom --seeds 1 2
+    scripts/compare_attentions.sh --attentions softmax,lln_diag corpus=wikitext103 glue=sst2,qnli model=base run=gpu1
+    scripts/compare_attentions.sh --attentions lln_diag,lln_diag:mix=joint_offset,block_size=32
+
+Hydra overrides apply to pre-training and fine-tuning. The prefix `pretrain:` or `finetune:` limits an override to one
+of them, as in pretrain:dataset.batch_size=32. corpus= names the pre-training data, and glue= names one or more tasks.
+With glue=none, nothing is fine-tuned. The default is model=nano and the demo data, which is built if necessary.
+Run an interrupted command again to continue it. To train several models at a time, start this program several times
+with other --attentions or --seeds and the same --out; all of them together then give the whole table.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from lln_fairseq.analysis.events import Curve, read_curves
+from lln_fairseq.attention.layers import check_attention_spec
+from lln_fairseq.attention.registry import parse_attention_spec
+from lln_fairseq.command import UserError, run_main
+from lln_fairseq.terminal import at_least_one, program_parser, text_table
+from scripts.research.training import (
+    call_logged,
+    compose_config,
+    format_override,
+    prepare_demo_data,
+    score,
+    train_words,
+)
+
+DEMO = "demo"
+DEFAULT_ATTENTIONS = "softmax,lln,lln_diag,elu,performer,nystrom"
+
+
+class Overrides:
+    """The corpus, the tasks and the Hydra overrides that the command line selects for all runs.
+
+    Attributes:
+        corpus: the value of corpus=.
+        tasks: the values of glue=, which are none for "none".
+        pretrain: overrides of all pre-training runs.
+        finetune: overrides of all fine-tuning runs.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.corpus = DEMO
+        self.tasks = [DEMO]
+        self.pretrain: list[str] = []
+        self.finetune: list[str] = []
+        groups = {override.partition("=")[0] for override in args.overrides}
+        overrides = list(args.overrides)
+        if "model" not in groups:
+            overrides.append("model=nano")
+        if "run" not in groups:
+            overrides.append("run=gpu1" if torch.cuda.is_available() else "run=cpu")
+        for override in overrides:
+            stage, _, stage_override = override.partition(":")
+            group, _, value = override.partition("=")
+            if stage == "pretrain":
+                self.pretrain.append(stage_override)
+            elif stage == "finetune":
+                self.finetune.append(stage_override)
+            elif group == "corpus":
+                self.corpus = value
+            elif group == "glue":
+                self.tasks = [] if value == "none" else value.split(",")
+            else:
+                self.pretrain.append(override)
+                self.finetune.append(override)
+        if args.updates:
+            self.pretrain.append(f"optimization.max_update={args.updates}")
+        if args.finetune_updates:
+            self.finetune.append(f"optimization.max_update={args.finetune_updates}")
+            self.finetune.append(f"lr_scheduler.total_num_update={args.finetune_updates}")
+        if self.corpus == DEMO:
+            self.pretrain.insert(0, format_override("task.data", f"{args.data}/lm"))
+
+    def for_pretraining(self, attention: str, seed: int) -> list[str]:
+        """Return all overrides of one pre-training run; `attention` is an attention spec."""
+        return [f"corpus={self.corpus}", *attention_overrides(attention), f"common.seed={seed}", *self.pretrain]
+
+    def for_finetuning(self, attention: str, seed: int, task: str, data: str) -> list[str]:
+        """Return all overrides of one fine-tuning run. `data` is the directory of the demo data."""
+        overrides = [f"glue={task}", *attention_overrides(attention), f"common.seed={seed}"]
+        if task == DEMO:
+            overrides.append(format_override("task.data", f"{data}/sentiment"))
+        return overrides + self.finetune
+
+
+def attention_overrides(attention: str) -> list[str]:
+    """Return the Hydra overrides for an attention spec such as "lln_diag:block_size=32"."""
+    name, options = parse_attention_spec(attention)
+    overrides = [f"attention={name}"]
+    for key, value in options.items():
+        overrides.append(f"model.{name}_{key}={json.dumps(value)}")
+    return overrides
+
+
+def run_directory(out: Path, attention: str, seed: int) -> Path:
+    """Return OUT/ATTENTION/seedN, with "-" instead of characters that Hydra or a shell could interpret."""
+    return out / re.sub(r"\W+", "-", attention) / f"seed{seed}"
+
+
+def run_attention(
+    args: argparse.Namespace, overrides: Overrides, recipes: dict[str, Any], attention: str, seed: int
+) -> None:
+    """Pre-train an attention with one seed, then fine-tune and evaluate it on every task.
+
+    `recipes` are the composed recipes of "pretrain" and of each task.
+    """
+    directory = run_directory(args.out, attention, seed)
+
+    def step(name: str, words: Sequence[str], updates: int | None = None) -> None:
+        log = directory / "logs" / f"{name.replace(' ', '_')}.log"
+        call_logged(f"{name}: {attention}, seed {seed}", words, log, updates)
+
+    pretrain_words = train_words("pretrain", directory, overrides.for_pretraining(attention, seed))
+    step("pre-train", pretrain_words, recipes["pretrain"].optimization.max_update)
+    start = format_override("checkpoint.finetune_from_model", directory / "checkpoint_best.pt")
+    for task in overrides.tasks:
+        config = recipes[task]
+        updates = config.optimization.get("max_update") or config.lr_scheduler.total_num_update
+        task_directory = directory / "glue" / task
+        task_overrides = overrides.for_finetuning(attention, seed, task, args.data)
+        step(f"fine-tune on {task}", train_words("finetune", task_directory, [start, *task_overrides]), updates)
+        score(task_directory, labeled_splits(Path(config.task.data)), partial(step, f"evaluate on {task}"))
+
+
+def labeled_splits(data: Path) -> list[str]:
+    """Return which of valid, valid1 and test have labels in the directory of a task. GLUE's test sets have none."""
+    label_files = {path.name for path in (data / "label").glob("*")}
+    return [split for split in ("valid", "valid1", "test") if label_files & {f"{split}.idx", f"{split}.label"}]
+
+
+def compare_attentions(args: argparse.Namespace) -> int:
+    """Run a comparison, print the table, and write OUT/comparison.txt and OUT/comparison.png.
+
+    A run that fails does not stop the others. Returns the exit code: 1 if a run failed, otherwise 0.
+    """
+    overrides = Overrides(args)
+    # All recipes are composed first, so that wrong overrides are reported at once.
+    attention = args.attentions[0]
+    recipes = {"pretrain": compose_config("pretrain", overrides.for_pretraining(attention, 1))}
+    for task in overrides.tasks:
+        recipes[task] = compose_config("finetune", overrides.for_finetuning(attention, 1, task, args.data))
+    if any(str(config.task.data).startswith(args.data) for config in recipes.values()):
+        prepare_demo_data(args.data, args.archive)
+    code = 0
+    for seed in args.seeds:
+        for attention in args.attentions:
+            try:
+                run_attention(args, overrides, recipes, attention, seed)
+            except UserError as error:
+                code = 1
+                print(f"error: {error}", file=sys.stderr)
+    metrics = {task: recipes[task].checkpoint.best_checkpoint_metric for task in overrides.tasks}
+    results = read_results(args.out, args.attentions, args.seeds, metrics)
+    table = comparison_table(results, args.seeds)
+    (args.out / "comparison.txt").write_text(table + "\n")
+    plot_losses(args.out / "comparison.png", results)
+    print(f"\n{table}\n\nplot: {args.out / 'comparison.png'}")
+    return code
+
+
+@dataclass
+class AttentionResults:
+    """The results of one attention. Seeds without results are missing in the dicts.
+
+    A column is a column of the table: a task and a split, such as "sst2 valid".
+
+    Attributes:
+        attention: the attention spec.
+        train: the curve of the training loss in pre-training, in bits per masked token, by seed.
+        valid: the same of the validation loss.
+        scores: the fine-tuning scores in percent, by column and then by seed.
+        majority: the accuracy in percent of always predicting the most frequent class, by column.
+    """
+
+    attention: str
+    train: dict[int, Curve] = field(default_factory=dict)
+    valid: dict[int, Curve] = field(default_factory=dict)
+    scores: dict[str, dict[int, float]] = field(default_factory=dict)
+    majority: dict[str, float] = field(default_factory=dict)
+
+    def losses_above(self, baseline: "AttentionResults") -> list[float]:
+        """Return how much higher the last validation loss is than the baseline's, for every seed that both have.
+
+        Runs with the same seed see the same text in the same order, so these differences can show effects that are
+        smaller than the differences between seeds. A seed whose last validations were at different updates is left out.
+        """
+        differences = []
+        for seed, curve in self.valid.items():
+            baseline_curve = baseline.valid.get(seed)
+            if baseline_curve is not None and curve.steps[-1] == baseline_curve.steps[-1]:
+                differences.append(curve.values[-1] - baseline_curve.values[-1])
+        return differences
+
+
+def read_results(
+    out: Path, attentions: Sequence[str], seeds: Sequence[int], metrics: dict[str, str]
+) -> list[AttentionResults]:
+    """Read the results of a comparison, one entry for each attention.
+
+    `metrics` has the metric of each task. "pearson_spearman", fairseq's name for the mean of both, is that mean.
+    """
+    results = []
+    for attention in attentions:
+        result = AttentionResults(attention)
+        for seed in seeds:
+            directory = run_directory(out, attention, seed)
+            curves = read_curves(directory / "tensorboard")
+            if "train_inner/loss" in curves:
+                result.train[seed] = curves["train_inner/loss"]
+            if "valid/loss" in curves:
+                result.valid[seed] = curves["valid/loss"]
+            for task, metric in metrics.items():
+                for file in sorted((directory / "glue" / task).glob("*.json"), reverse=True):  # valid before test
+                    values = json.loads(file.read_text())
+                    column = f"{task} {file.stem}"
+                    value = statistics.fmean(values[name] for name in metric.split("_"))
+                    result.scores.setdefault(column, {})[seed] = 100 * value
+                    if metric == "accuracy":
+                        result.majority[column] = 100 * values["majority"]
+        results.append(result)
+    return results
+
+
+def format_median_and_range(values: Sequence[float], format_spec: str) -> str:
+    """Return "median (lowest to highest)". A single value is returned on its own, and no values give "-"."""
+    if not values:
+        return "-"
+    median = format(statistics.median(values), format_spec)
+    if len(values) == 1:
+        return median
+    return f"{median} ({min(values):{format_spec}} to {max(values):{format_spec}})"
+
+
+def comparison_table(results: Sequence[AttentionResults], seeds: Sequence[int]) -> str:
+    """Return a table with a row per attention, followed by a line that explains it.
+
+    The first attention is the baseline. The last column is the number of seeds that have all results.
+    """
+    baseline = results[0]
+    columns: dict[str, None] = {}
+    majority: dict[str, float] = {}
+    for result in results:
+        columns.update(dict.fromkeys(result.scores))
+        majority |= result.majority
+    titles = [f"{column} [%]" for column in columns]
+    lines = [["attention", "valid loss [bits]", f"above {baseline.attention}", *titles, "seeds"]]
+    for result in results:
+        loss = format_median_and_range([curve.values[-1] for curve in result.valid.values()], ".2f")
+        above = ""
+        if result is not baseline:
+            above = format_median_and_range(result.losses_above(baseline), "+.3f")
+        finished_seeds = set(result.valid)
+        scores = []
+        for column in columns:
+            score_by_seed = result.scores.get(column, {})
+            finished_seeds &= set(score_by_seed)
+            scores.append(format_median_and_range(list(score_by_seed.values()), ".1f"))
+        lines.append([result.attention, loss, above, *scores, str(len(finished_seeds))])
+    if majority:
+        cells = [f"{majority[column]:.1f}" if column in majority else "-" for column in columns]
+        lines.append(["(majority class)", "-", "", *cells, ""])
+    note = (
+        f"median (lowest to highest) over the seeds {', '.join(map(str, seeds))}; valid loss: the last one of "
+        f"pre-training; above {baseline.attention}: its difference from {baseline.attention} with the same seed"
+    )
+    return f"{text_table(lines)}\n{note}"
+
+
+def plot_losses(path: Path, results: Sequence[AttentionResults]) -> None:
+    """Write a PNG with the losses of pre-training by update: the mean and the range over the seeds."""
+    figure, axes = plt.subplots(figsize=(6.5, 5), constrained_layout=True)
+    for number, result in enumerate(results):
+        color = f"C{number}"
+        _plot_curves(axes, result.train, "-", color=color, linewidth=0.6, alpha=0.6)
+        _plot_curves(axes, result.valid, "o-", color=color, linewidth=1.8, markersize=4, label=result.attention)
+    title = "loss in training (thin) and validation (points), range over seeds"
+    axes.set(xlabel="update", ylabel="loss [bits per masked token]", title=title)
+    axes.legend()
+    figure.savefig(path, format="png", dpi=120)
+    plt.close(figure)
+
+
+def _plot_curves(axes: plt.Axes, curves: dict[int, Curve], style: str, color: str, **options: Any) -> None:
+    """Plot the mean and the range of the curves of all seeds at the updates that all of them have."""
+    losses_by_seed = [dict(zip(curve.steps, curve.values, strict=True)) for curve in curves.values()]
+    if not losses_by_seed:
+        return
+    steps = sorted(set.intersection(*map(set, losses_by_seed)))
+    losses = [[losses[step] for losses in losses_by_seed] for step in steps]
+    axes.plot(steps, list(map(statistics.fmean, losses)), style, color=color, **options)
+    axes.fill_between(steps, list(map(min, losses)), list(map(max, losses)), color=color, alpha=0.15, linewidth=0)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line. `attentions` becomes a list, and `overrides` the list of the Hydra overrides."""
+    parser = program_parser("scripts/compare_attentions.sh", __doc__)
+    parser.add_argument(
+        "--attentions",
+        default=DEFAULT_ATTENTIONS,
+        metavar="NAME[:OPTION=VALUE,...],...",
+        help="attentions to compare, the first of which is the baseline (default: %(default)s)",
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2], help="seeds of every attention (default: 1 2)")
+    parser.add_argument("--updates", type=at_least_one, help="updates of pre-training (default: the corpus decides)")
+    parser.add_argument("--finetune-updates", type=at_least_one, help="updates of fine-tuning (default: the task's)")
+    parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="directory (default: %(default)s)")
+    parser.add_argument("--data", default="data-bin/demo", help="the demo data, made if needed (default: %(default)s)")
+    parser.add_argument("--archive", help="source archive of the demo data, for machines without internet access")
+    args, overrides = parser.parse_known_args(argv)
+    unknown = [word for word in overrides if word.startswith("-") or "=" not in word]
+    if unknown:
+        parser.error(f"neither an option nor a Hydra override: {' '.join(unknown)}")
+    args.overrides = overrides
+    # A comma before OPTION= separates the options of an attention; any other comma separates attentions.
+    args.attentions = list(dict.fromkeys(re.split(r",(?!\w+=)", args.attentions)))
+    args.seeds = list(dict.fromkeys(args.seeds))
+    for attention in args.attentions:
+        try:
+            check_attention_spec(attention)
+        except ValueError as error:
+            parser.error(str(error))
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    return run_main(partial(compare_attentions, args), "\ninterrupted; run the same command again to continue")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

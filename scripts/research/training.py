@@ -1,0 +1,239 @@
+"""Train on the tasks of GLUE and of the Long Range Arena, and score the best checkpoints.
+
+    scripts/finetune_sst2.sh runs/pretrain_lln_diag/checkpoint_best.pt run=gpu1
+    scripts/glue_all.sh runs/pretrain_lln_diag/checkpoint_best.pt --seeds "1 2 3 4 5" run=gpu1
+    scripts/lra.sh listops attention=lln_diag run=gpu1
+    scripts/lra_all.sh --attentions "softmax lln_diag" --tasks "listops text" --seeds "1 2" run=gpu1
+
+finetune_mnli.sh, finetune_qnli.sh and finetune_qqp.sh are for their tasks. Other words are Hydra overrides. Results are
+written to glue/TASK/seedN next to the checkpoint, and to runs/lra/ATTENTION/TASK/seedN; for a single task,
+checkpoint.save_dir selects another directory. glue_all.sh and lra_all.sh print the paper's Tables 1 and 5 at the end.
+
+Run an interrupted command again to continue it. A finished training is not repeated: it only checks that its settings
+and data have not changed. To prepare the data, see python -m data_prep.glue --help and python -m data_prep.lra --help
+"""
+
+import argparse
+import itertools
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+import lln_fairseq
+from lln_fairseq.command import UserError, child_environment, run_main
+from lln_fairseq.errors import InputError
+from lln_fairseq.terminal import program_parser, progress_bar, show_update
+from lln_fairseq.training.recipes import CONFIGS
+from scripts import tables
+
+SAVE_DIR = "checkpoint.save_dir"
+START_MODEL = "checkpoint.finetune_from_model"
+LRA_ATTENTIONS = "softmax lln lln_diag performer reformer skyformer nystrom"
+DEFAULT_ATTENTION = "lln_diag"  # the default of configs/lra.yaml
+
+
+def call(words: Sequence[str]) -> None:
+    """Run `python -m WORDS` with its output on this terminal. If this process is interrupted, the program is ended."""
+    process = subprocess.Popen([sys.executable, "-m", *words], env=child_environment())
+    try:
+        code = process.wait()
+    finally:
+        _terminate(process)
+    if code:
+        raise UserError(f"a step ended with exit code {code}, see above; run the same command again to continue")
+
+
+def call_logged(name: str, words: Sequence[str], log: Path, updates: int | None = None) -> None:
+    """Run `python -m WORDS` like `call`, but append its output to a file, and show its updates in a progress bar.
+
+    The error message after a failure has the last line of the output.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    print(f"{name}: output in {log}", file=sys.stderr)
+    process = subprocess.Popen(
+        [sys.executable, "-m", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**child_environment(), "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    last = ""
+    try:
+        with log.open("a", buffering=1) as file, progress_bar(name, updates, "update", leave=True) as bar:
+            for line in process.stdout:
+                file.write(line)
+                last = line.strip() or last
+                found = re.search(r'"num_updates": "?(\d+)', line)
+                loss = re.search(r'"loss": "?([\d.]+)', line)
+                if found and loss and "train_inner" in line:
+                    show_update(bar, int(found[1]), loss[1])
+        code = process.wait()
+    finally:
+        _terminate(process)
+    if code:
+        raise UserError(f"{name} failed (exit code {code}): {last}\nsee the output in {log}")
+
+
+def _terminate(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        process.terminate()
+        process.wait()
+
+
+def train_words(recipe: str, save_dir: Path, overrides: Iterable[str]) -> list[str]:
+    """Return the words after `python -m` that train with configs/RECIPE.yaml, or resume or skip such a training."""
+    directory = format_override(SAVE_DIR, save_dir)
+    return ["lln_fairseq", "train", "--config-name", recipe, directory, "common.log_format=json", *overrides]
+
+
+def score(directory: Path, splits: Sequence[str], run: Callable[[Sequence[str]], None] = call) -> None:
+    """Evaluate DIRECTORY/checkpoint_best.pt, and write DIRECTORY/SPLIT.json. Newer scores are kept."""
+    checkpoint = directory / "checkpoint_best.pt"
+    results = [directory / f"{split}.json" for split in splits]
+    if not all(is_newer(file, checkpoint) for file in results):
+        pattern = str(directory / "{split}.json")
+        run(["lln_fairseq", "evaluate", str(checkpoint), f"--split={','.join(splits)}", "--json", pattern])
+
+
+def is_newer(result: Path, source: Path) -> bool:
+    """Return True if the result exists and was written after the file that it was computed from."""
+    return result.exists() and result.stat().st_mtime > source.stat().st_mtime
+
+
+def prepare_demo_data(directory: str, archive: str | None) -> None:
+    """Build the demo data, or keep it if it is built. `archive` is a local copy of its source, None downloads it."""
+    words = ["data_prep.demo", "--out", directory]
+    if archive:
+        words += ["--archive", archive]
+    call(words)
+
+
+def format_override(option: str, value: str | Path) -> str:
+    """Return the override `option=value`. The value is quoted if it has characters that Hydra would interpret."""
+    if re.fullmatch(r"[\w./-]+", str(value)):
+        return f"{option}={value}"
+    return f"{option}={QuotedString(str(value), Quote.single).with_quotes()}"
+
+
+def last_value(option: str, overrides: Iterable[str]) -> str:
+    """Return the value that the last override gives to an option, as text, or "" if no override sets it."""
+    matching = [override for override in overrides if override.startswith(f"{option}=")]
+    if not matching:
+        return ""
+    try:
+        return str(OverridesParser.create().parse_override(matching[-1]).value())
+    except HydraException as error:
+        raise UserError(f"{matching[-1]}: {str(error).splitlines()[0]}") from None
+
+
+def compose_config(recipe: str, overrides: list[str]) -> Any:
+    """Return the configuration that `lln-fairseq train --config-name RECIPE OVERRIDES` trains with."""
+    lln_fairseq.register()  # before fairseq is imported: it configures the root logger
+    from fairseq.dataclass.initialize import hydra_init
+
+    hydra_init(recipe)  # registers the schema that fairseq checks against
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Hydra warns about version_base 1.1, which fairseq's command line uses
+            with initialize_config_dir(str(CONFIGS), version_base="1.1"):
+                return compose(recipe, overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        first_paragraph = str(error).split("\n\n")[0]
+        raise InputError(" ".join(first_paragraph.split())) from None
+
+
+def check_tasks(group: str, tasks: Iterable[str]) -> None:
+    """Raise UserError unless configs/GROUP has a recipe for every task."""
+    known = sorted(path.stem for path in (CONFIGS / group).glob("*.yaml") if path.stem != "recipe")
+    for task in tasks:
+        if task not in known:
+            raise UserError(f"no such task: {task} (known: {' '.join(known)})")
+
+
+def finetune(checkpoint: str | None, task: str, seed: int, overrides: list[str]) -> None:
+    """Fine-tune on a task of GLUE, and score the splits valid and, for MNLI, valid1."""
+    check_tasks("glue", [task])
+    if checkpoint is None:
+        raise UserError("which checkpoint? for example runs/pretrain_lln_diag/checkpoint_best.pt (see --help)")
+    if not Path(checkpoint).is_file():
+        raise UserError(f"no such checkpoint: {checkpoint}")
+    out = Path(last_value(SAVE_DIR, overrides) or Path(checkpoint).parent / "glue" / task / f"seed{seed}")
+    start = format_override(START_MODEL, checkpoint)
+    call(train_words("finetune", out, [start, f"glue={task}", f"common.seed={seed}", *overrides]))
+    score(out, ("valid1", "valid") if task == "mnli" else ("valid",))
+
+
+def train_lra(attention: str, task: str, seed: int, overrides: list[str]) -> None:
+    """Train on a task of the Long Range Arena, and score the splits valid and test."""
+    check_tasks("lra", [task])
+    out = Path(last_value(SAVE_DIR, overrides) or Path("runs/lra") / attention / task / f"seed{seed}")
+    call(train_words("lra", out, [f"lra={task}", f"common.seed={seed}", f"attention={attention}", *overrides]))
+    score(out, ("valid", "test"))
+
+
+def finetune_all(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Fine-tune on every task with every seed, and print Table 1."""
+    if last_value(SAVE_DIR, overrides):
+        raise UserError("glue_all.sh does not accept checkpoint.save_dir: every task and seed has its own directory")
+    check_tasks("glue", args.tasks.split())
+    for task, seed in itertools.product(args.tasks.split(), args.seeds.split()):
+        finetune(args.checkpoint, task, int(seed), overrides)
+    return tables.main(["glue", str(Path(args.checkpoint).parent.parent)])
+
+
+def train_lra_all(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Train every attention on every task with every seed, and print Table 5."""
+    if last_value(SAVE_DIR, overrides) or last_value("attention", overrides):
+        raise UserError("lra_all.sh accepts neither attention= nor checkpoint.save_dir=: use --attentions")
+    check_tasks("lra", args.tasks.split())
+    for seed, task, attention in itertools.product(args.seeds.split(), args.tasks.split(), args.attentions.split()):
+        train_lra(attention, task, int(seed), overrides)
+    return tables.main(["lra", "runs/lra"])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the script whose name is the first argument, such as finetune_sst2, and return the exit code."""
+    script, *arguments = argv or sys.argv[1:] or ["finetune_TASK"]
+    is_lra = script.startswith("lra")
+    parser = program_parser(f"scripts/{script}.sh", __doc__)
+    if script == "lra":
+        parser.add_argument("task", help="name of a recipe in configs/lra")
+    elif not is_lra:
+        parser.add_argument("checkpoint", nargs="?", help="pre-trained checkpoint to start from")
+    if script.endswith("_all"):
+        tasks = tables.LRA.tasks if is_lra else tables.GLUE.tasks
+        parser.add_argument("--tasks", default=" ".join(tasks), help='default: "%(default)s"')
+        parser.add_argument("--seeds", default="1" if is_lra else "1 2 3 4 5", help='default: "%(default)s"')
+    else:
+        parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
+    if script == "lra_all":
+        parser.add_argument("--attentions", default=LRA_ATTENTIONS, help='default: "%(default)s"')
+    args, overrides = parser.parse_known_args(arguments)
+
+    def run() -> int:
+        if script == "lra_all":
+            return train_lra_all(args, overrides)
+        if script == "glue_all":
+            return finetune_all(args, overrides)
+        if script == "lra":
+            train_lra(last_value("attention", overrides) or DEFAULT_ATTENTION, args.task, args.seed, overrides)
+        else:
+            finetune(args.checkpoint, script.removeprefix("finetune_"), args.seed, overrides)
+        return 0
+
+    return run_main(run, "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Test how the programs of scripts/research start trainings: logs, failures, kept scores, and Hydra overrides."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from lln_fairseq.command import UserError
+from scripts.research import training
+
+PATHS = ("runs/a_b/checkpoint.pt", "runs/common.seed=1,x y/it's", "back\\slash/", "[a]{b}:c")
+PROGRAM = """
+import sys
+print('{"num_updates": "3", "train_inner": 1, "loss": "2.5"}')
+print("the reason")
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """Return the name of a module that prints an update and a reason, and ends with the code of its argument."""
+    (tmp_path / "a_program.py").write_text(PROGRAM)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return "a_program"
+
+
+def test_failure_shows_the_last_line_and_the_log(program, tmp_path):
+    log = tmp_path / "logs" / "train.log"
+    training.call_logged("train", [program, "0"], log, 3)
+
+    with pytest.raises(UserError, match=r"train failed \(exit code 5\): the reason\nsee the output in .*train\.log"):
+        training.call_logged("train", [program, "5"], log, 3)
+
+    assert log.read_text().count("the reason") == 2
+
+
+def test_failure_on_the_terminal_says_how_to_continue(program):
+    with pytest.raises(UserError, match="exit code 5, see above; run the same command again to continue"):
+        training.call([program, "5"])
+
+
+def test_interrupt_ends_the_program(tmp_path, monkeypatch):
+    slow = PROGRAM.replace('print("the reason")', "sys.stdout.flush(); __import__('time').sleep(60)")
+    (tmp_path / "slow.py").write_text(slow)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    started = []
+    popen = training.subprocess.Popen
+
+    def remember(*args, **kwargs):
+        started.append(popen(*args, **kwargs))
+        return started[0]
+
+    def interrupt(bar, updates, loss):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training.subprocess, "Popen", remember)
+    monkeypatch.setattr(training, "show_update", interrupt)
+
+    with pytest.raises(KeyboardInterrupt):
+        training.call_logged("slow", ["slow", "0"], tmp_path / "log")
+
+    assert started[0].returncode == -15
+
+
+def test_scores_are_kept_until_the_checkpoint_changes(tmp_path):
+    commands = []
+    checkpoint = tmp_path / "checkpoint_best.pt"
+    checkpoint.touch()
+
+    training.score(tmp_path, ["valid", "test"], commands.append)
+    for split in ("valid", "test"):
+        (tmp_path / f"{split}.json").touch()
+    os.utime(checkpoint, (0, 0))
+    training.score(tmp_path, ["valid", "test"], commands.append)
+    assert len(commands) == 1
+    assert commands[0][-3:] == ["--split=valid,test", "--json", str(tmp_path / "{split}.json")]
+
+    os.utime(tmp_path / "test.json", (1, 1))
+    os.utime(checkpoint, (2, 2))
+    training.score(tmp_path, ["valid", "test"], commands.append)
+    assert len(commands) == 2
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_override_round_trips_a_path(path):
+    override = training.format_override("checkpoint.save_dir", path)
+
+    assert OverridesParser.create().parse_override(override).value() == path
+    assert training.last_value("checkpoint.save_dir", ["checkpoint.save_dir=other", override, "x=1"]) == path
+
+
+def test_last_value_names_an_unreadable_override():
+    with pytest.raises(UserError, match=r"^a\.b=c=d: \w"):
+        training.last_value("a.b", ["a.b=c=d"])
+
+
+def test_results_are_next_to_the_checkpoint_or_in_save_dir(tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(training, "call", commands.append)
+    monkeypatch.setattr(training, "score", lambda directory, splits: commands.append((directory, splits)))
+    checkpoint = tmp_path / "a b" / "best.pt"
+    checkpoint.parent.mkdir()
+    checkpoint.touch()
+
+    training.main(["finetune_mnli", str(checkpoint), "--seed", "7", "run=cpu"])
+    training.main(["lra", "text", "attention=elu", "checkpoint.save_dir=mine"])
+
+    assert f"checkpoint.finetune_from_model='{checkpoint}'" in commands[0]
+    assert commands[1] == (checkpoint.parent / "glue" / "mnli" / "seed7", ("valid1", "valid"))
+    assert "attention=elu" in commands[2]
+    assert commands[3] == (Path("mine"), ("valid", "test"))
