@@ -98,18 +98,6 @@ def test_resumed_run_continues_exactly(corpus, tmp_path, monkeypatch):
     assert_resumes_exactly(monkeypatch, tmp_path, corpus, *ROTARY)
 
 
-def test_run_of_an_older_version_cannot_become_rotary(corpus, tmp_path, monkeypatch):
-    options = (*MASKED_LM, *LLN)
-    train(monkeypatch, tmp_path / "log", corpus, tmp_path / "run", *options, "--max-update", 1)
-    path = tmp_path / "run/checkpoint_last.pt"
-    state = torch.load(path)
-    del state["cfg"]["model"]["rotary"]
-    torch.save(state, path)
-    with pytest.raises(InputError, match=r"model\.rotary = False in the checkpoint, now True"):
-        train(monkeypatch, tmp_path / "log", corpus, tmp_path / "run", *options, "--rotary", "--max-update", 2)
-    train(monkeypatch, tmp_path / "log", corpus, tmp_path / "run", *options, "--max-update", 2)
-
-
 def test_fine_tuning_names_a_difference(corpus, task_data, tmp_path, monkeypatch, caplog):
     train(monkeypatch, tmp_path / "log", corpus, tmp_path / "run", *ROTARY, "--max-update", 1)
     start = ("--finetune-from-model", tmp_path / "run/checkpoint_last.pt", "--max-update", 1)
