@@ -318,8 +318,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def benchmark(args: argparse.Namespace) -> None:
     """Measure all presets in a temporary directory and print the tables."""
-    lln_fairseq.register()  # before fairseq is imported: it configures the root logger
     logging.disable(logging.INFO)  # warnings say which precisions are not used
+    lln_fairseq.register()  # before fairseq is imported: it configures the root logger
     disable_malloc_trim()
     torch.set_num_threads(args.threads)
     device = device_name("cuda" if torch.cuda.is_available() else "cpu")

@@ -34,6 +34,21 @@ def test_one_block_of_real_tokens_is_softmax_attention(factor, length, real, off
         assert relative_rms(x, y) < 1e-5
 
 
+@pytest.mark.parametrize("global_tokens", [None, 5])
+def test_one_block_without_gradients_is_the_joint_form(global_tokens):
+    """Without gradients, LLN is not computed for a sequence in one block; a sequence without a real key gives 0."""
+    q, k, v = random_qkv(batch=3, length=BLOCK)
+    mask = torch.zeros(3, BLOCK, dtype=torch.bool)
+    mask[1, 7:] = True
+    mask[2] = True
+    options = dict(key_padding_mask=mask, block_size=BLOCK, mix="joint_offset", mix_parameter=0.7)
+    expected = lln_diag_attention(q, k, v, **options, global_tokens=global_tokens)
+    with torch.no_grad():
+        actual = lln_diag_attention(q, k, v, torch.nan, torch.nan, **options, global_tokens=global_tokens)
+    torch.testing.assert_close(actual[~mask[:, None].expand(-1, 3, -1)], expected[~mask[:, None].expand(-1, 3, -1)])
+    assert not actual[2].any()
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_rows_sum_to_1(padded, backend):
     """Also rows whose block has no real key. A sequence without a real key gives 0."""
