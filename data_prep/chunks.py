@@ -14,8 +14,8 @@ from functools import partial
 from itertools import count
 from typing import NamedTuple
 
-from lln_fairseq.data.encode import map_in_order, prepare_worker
-from lln_fairseq.data.reporting import print_status
+from lln_fairseq.terminal import print_status
+from lln_fairseq.text.encode import map_in_order, prepare_worker
 
 
 class DrawnRow(NamedTuple):

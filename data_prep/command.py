@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lln_fairseq.command import run_main
-from lln_fairseq.data.encode import usable_cores
-from lln_fairseq.data.reporting import print_status
+from lln_fairseq.terminal import print_status
+from lln_fairseq.text.encode import usable_cores
 
 
 def add_tokenizer_option(parser: argparse.ArgumentParser) -> None:
-    """Add the required option --tokenizer, whose value is for load_vocabulary."""
+    """Add the required option --tokenizer, whose value is for load_tokenizer."""
     parser.add_argument(
         "--tokenizer", required=True, help="directory of the pre-training data or of a tokenizer, or gpt2"
     )

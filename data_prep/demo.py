@@ -34,19 +34,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lln_fairseq.data import manifest
-from lln_fairseq.data.binary_format import binarize
-from lln_fairseq.data.download import check_file, fetch_file
-from lln_fairseq.data.encode import ParallelEncoder
-from lln_fairseq.data.files import write_bytes
-from lln_fairseq.data.published_files import FILES
-from lln_fairseq.data.reporting import print_status
-from lln_fairseq.data.text import SPLITS, assign_split, clean_text, sentence_key
-from lln_fairseq.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
-from lln_fairseq.data.vocabulary import Vocabulary, load_vocabulary, new_vocabulary
+from lln_fairseq.files import write_bytes
+from lln_fairseq.terminal import print_status
+from lln_fairseq.text.binary_format import binarize
+from lln_fairseq.text.encode import ParallelEncoder
+from lln_fairseq.text.lines import SPLITS, assign_split, clean_text, sentence_key
+from lln_fairseq.text.tokenizers import SentencePieceTokenizer, train_sentencepiece
+from lln_fairseq.text.vocabulary import Vocabulary, new_vocabulary
 
+from . import manifest
 from .command import run_build
 from .directories import directory_files, write_labels
+from .download import check_file, fetch_file, load_tokenizer
+from .published_files import FILES
 
 FORMAT = 2  # increase it when the same settings give another result, so that old directories are rejected
 NEUTRAL_SCORE = 0.5
@@ -214,10 +214,10 @@ def build_demo(
             unless it is in the cache.
         vocab_size: number of SentencePiece pieces. It is ignored if `tokenizer` is given.
         overwrite: build again even if the directory contains a result.
-        tokenizer: a tokenizer that load_vocabulary accepts. None trains one.
+        tokenizer: a tokenizer that load_tokenizer accepts. None trains one.
 
     Raises:
-        DataError: if the archive is not the published file or cannot be downloaded, the tokenizer cannot be used, the
+        UserError: if the archive is not the published file or cannot be downloaded, the tokenizer cannot be used, the
             directory cannot be used or contains other data, or the text is too small for `vocab_size` pieces.
     """
     given_vocabulary = None
@@ -228,7 +228,7 @@ def build_demo(
         "neutral": NEUTRAL_SCORE,
     }
     if tokenizer:
-        given_vocabulary = load_vocabulary(tokenizer)
+        given_vocabulary = load_tokenizer(tokenizer)
         settings["tokenizer"] = given_vocabulary.identity
         tokenizer_files: Sequence[str] = list(given_vocabulary.tokenizer.files)
     else:
@@ -265,7 +265,7 @@ def train_vocabulary(lines: Sequence[str], vocab_size: int) -> Vocabulary:
     logistic regression on these pieces would classify 2 to 3 % fewer of the task's dev sentences correctly.
 
     Raises:
-        DataError: if the text is too small for `vocab_size` pieces.
+        UserError: if the text is too small for `vocab_size` pieces.
     """
     print_status(f"training a SentencePiece model of {vocab_size} pieces on {len(lines)} lines")
     return new_vocabulary(SentencePieceTokenizer(train_sentencepiece(lines, vocab_size, "unigram", fold=True)))

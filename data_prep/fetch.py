@@ -2,6 +2,7 @@
 
 python -m data_prep.fetch                       list the published files, and which of them are cached
 python -m data_prep.fetch MNLI.zip dict.txt     fetch MNLI.zip and dict.txt
+python -m data_prep.fetch gpt2                  fetch GPT-2's tokenizer with fairseq's dict.txt, and print its directory
 """
 
 import argparse
@@ -9,11 +10,13 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from lln_fairseq.data.download import cache_directory, fetch_file
-from lln_fairseq.data.published_files import FILES
-from lln_fairseq.data.reporting import print_status
+from lln_fairseq.terminal import print_status
 
 from .command import run_command
+from .download import cache_directory, fetch_file, fetch_gpt2
+from .published_files import FILES
+
+GPT2 = "gpt2"  # the files of its tokenizer
 
 
 def list_files() -> None:
@@ -28,12 +31,12 @@ def list_files() -> None:
 
 
 def fetch_files(names: Sequence[str]) -> None:
-    """Download published files into the cache and print their paths. Files in the cache are not downloaded again.
-
-    `names` are keys of FILES. Raises DataError if a file cannot be downloaded.
-    """
+    """Download published files into the cache and print their paths. Files in the cache are not downloaded again."""
     for name in names:
-        print_status(str(fetch_file(FILES[name])))
+        if name == GPT2:
+            print_status(str(fetch_gpt2()))
+        else:
+            print_status(str(fetch_file(FILES[name])))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,11 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "files",
         nargs="*",
         metavar="FILE",
-        help=f"files to fetch, from {', '.join(FILES)}; without a name, list the files",
+        help=f"files to fetch, from {GPT2}, {', '.join(FILES)}; without a name, list the files",
     )
     names = parser.parse_args(argv).files
     for name in names:
-        if name not in FILES:
+        if name != GPT2 and name not in FILES:
             parser.error(f"unknown file {name}")
     if names:
         return run_command(partial(fetch_files, names))

@@ -22,18 +22,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lln_fairseq.data import manifest
-from lln_fairseq.data.archives import FileTree
-from lln_fairseq.data.binary_format import binarize
-from lln_fairseq.data.download import fetch_tree
-from lln_fairseq.data.encode import ParallelEncoder
-from lln_fairseq.data.files import write_bytes
-from lln_fairseq.data.reporting import DataError, print_status
-from lln_fairseq.data.text import read_lines
-from lln_fairseq.data.vocabulary import DICTIONARY, Vocabulary, load_vocabulary
+from lln_fairseq.errors import UserError
+from lln_fairseq.files import write_bytes
+from lln_fairseq.terminal import print_status
+from lln_fairseq.text.binary_format import binarize
+from lln_fairseq.text.encode import ParallelEncoder
+from lln_fairseq.text.lines import read_lines
+from lln_fairseq.text.vocabulary import DICTIONARY, Vocabulary
 
+from . import manifest
+from .archives import FileTree
 from .command import add_build_options, add_tokenizer_option, run_command
 from .directories import directory_files, write_labels
+from .download import fetch_tree, load_tokenizer
 from .glue_tasks import GLUE_TASKS, GlueRows, GlueTask, read_glue_rows, split_cells
 
 FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
@@ -53,7 +54,7 @@ class GlueSource:
         task: the task to read.
 
     Raises:
-        DataError: if a file other than a test set is missing.
+        UserError: if a file other than a test set is missing.
     """
 
     def __init__(self, tree: FileTree, task: GlueTask) -> None:
@@ -72,7 +73,7 @@ class GlueSource:
             if member is not None:
                 self.members[split] = member
             elif not split.startswith("test"):
-                raise DataError(f"{tree.where} has no {task.name}/{name}")
+                raise UserError(f"{tree.where} has no {task.name}/{name}")
 
     @property
     def splits(self) -> list[str]:
@@ -87,7 +88,7 @@ class GlueSource:
         return self.tree.checksums(list(self.members.values()))
 
     def read_rows(self, split: str) -> GlueRows:
-        """Read the rows of a split, which must be one of `splits`. Raises DataError if the file is malformed."""
+        """Read the rows of a split, which must be one of `splits`. Raises UserError if the file is malformed."""
         keep = None
         file_split = split
         if self.is_microsoft_mrpc and split != "test":
@@ -157,7 +158,7 @@ def build_glue_task(
         overwrite: build again even if the directory contains a result.
 
     Raises:
-        DataError: if the source cannot be used, or the directory cannot be used or contains other data.
+        UserError: if the source cannot be used, or the directory cannot be used or contains other data.
     """
     given_source = None
     published = True
@@ -251,7 +252,7 @@ def write_glue_task(
         The counts of each data set by directory and split, read back from the files. A regression has no entry "label".
 
     Raises:
-        DataError: if a split has no rows, or a data set does not have one sample for each row.
+        UserError: if a split has no rows, or a data set does not have one sample for each row.
     """
     vocabulary = encoder.vocabulary
     for name, data in vocabulary.tokenizer.files.items():
@@ -286,17 +287,17 @@ def build_glue_tasks(
 
     Args:
         out: the directory that gets a directory per task.
-        tokenizer: a tokenizer that load_vocabulary accepts.
+        tokenizer: a tokenizer that load_tokenizer accepts.
         tasks: keys of GLUE_TASKS.
         source: archive or directory; None downloads the published files.
         workers: number of processes; None uses all cores.
         overwrite: build again even if a directory contains a result.
 
     Raises:
-        DataError: if the tokenizer, the source or a directory cannot be used, or a directory contains other data. The
+        UserError: if the tokenizer, the source or a directory cannot be used, or a directory contains other data. The
             tasks that were built before the error remain.
     """
-    vocabulary = load_vocabulary(tokenizer)
+    vocabulary = load_tokenizer(tokenizer)
     manifests = {}
     with ParallelEncoder(vocabulary, workers) as encoder:
         for name in tasks:

@@ -21,14 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lln_fairseq.data import manifest
-from lln_fairseq.data.download import fetch_tree
-from lln_fairseq.data.encode import ParallelEncoder
-from lln_fairseq.data.reporting import DataError
-from lln_fairseq.data.text import SPLITS
-from lln_fairseq.data.vocabulary import load_vocabulary
+from lln_fairseq.errors import UserError
+from lln_fairseq.text.encode import ParallelEncoder
+from lln_fairseq.text.lines import SPLITS
 
+from . import manifest
 from .command import add_build_options, add_tokenizer_option, run_build, summarize_datasets
+from .download import fetch_tree, load_tokenizer
 from .glue import GlueSource, describe_result, glue_result_files, write_glue_task
 from .glue_tasks import GLUE_TASKS, GlueRows
 
@@ -44,11 +43,11 @@ def split_rows(source: GlueSource, train: int, test: int) -> dict[str, GlueRows]
         test: number of rows that are taken from the end of the training file.
 
     Raises:
-        DataError: if the training file has fewer than `train` + `test` rows, or a file is malformed.
+        UserError: if the training file has fewer than `train` + `test` rows, or a file is malformed.
     """
     rows = source.read_rows("train")
     if train + test > len(rows):
-        raise DataError(
+        raise UserError(
             f"{source.tree.where}: --train and --test must be at most {len(rows)} rows together, got {train + test}"
         )
     return {
@@ -78,7 +77,7 @@ def add_distractors(rows: GlueRows, sentences: int, seed: int) -> GlueRows:
         seed: seed of the choice of the distractors and of the order.
 
     Raises:
-        DataError: if the split has too few rows to find the distractors of a row.
+        UserError: if the split has too few rows to find the distractors of a row.
     """
     questions, originals = rows.inputs
     generator = random.Random(seed)
@@ -92,7 +91,7 @@ def add_distractors(rows: GlueRows, sentences: int, seed: int) -> GlueRows:
             if questions[candidate] != question and originals[candidate] not in chosen:
                 chosen.append(originals[candidate])
         if len(chosen) < sentences:
-            raise DataError(f"--sentences is {sentences}, but a split has only {len(originals)} rows")
+            raise UserError(f"--sentences is {sentences}, but a split has only {len(originals)} rows")
         generator.shuffle(chosen)
         texts.append(" ".join(chosen))
     return GlueRows((questions, texts), rows.labels, empty=rows.empty)
@@ -114,7 +113,7 @@ def build_glue_held_out(
     Args:
         out: the output directory, which is created.
         task_name: a key of GLUE_TASKS. The task must be a classification.
-        tokenizer: a tokenizer that load_vocabulary accepts.
+        tokenizer: a tokenizer that load_tokenizer accepts.
         train: number of rows of the train split, taken from the start of the training file.
         test: number of rows of the test split, taken from the end of the training file.
         sentences: number of sentences in the second text of a row; 1 leaves the rows as they are. More than 1 is meant
@@ -124,11 +123,11 @@ def build_glue_held_out(
         overwrite: build again even if the directory contains a result.
 
     Raises:
-        DataError: if the tokenizer or the source cannot be used, the source has too few rows, or the directory cannot
+        UserError: if the tokenizer or the source cannot be used, the source has too few rows, or the directory cannot
             be used or contains other data.
     """
     task = GLUE_TASKS[task_name]
-    vocabulary = load_vocabulary(tokenizer)
+    vocabulary = load_tokenizer(tokenizer)
     tree, _ = fetch_tree(task.published, source)
     glue_source = GlueSource(tree, task)
     settings = {

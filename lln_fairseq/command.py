@@ -8,7 +8,7 @@ The exit codes are:
 130  Ctrl-C (SIGINT), reported in one line
 143  SIGTERM, which ends a program in the same way as Ctrl-C
 
-This module imports only the standard library, because `lln-fairseq` imports it before everything else.
+This module imports nothing heavy, because `lln-fairseq` imports it before everything else.
 """
 
 import ctypes
@@ -22,15 +22,13 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+from lln_fairseq.errors import UserError
+
 PARENT = "LLN_PARENT"  # environment variable with the id of the process that started this one with child_environment
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 DEFAULT_HANDLERS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 _received_signal: int | None = None
-
-
-class UserError(Exception):
-    """Wrong input or settings. The message is for the user and is printed as one line, without a traceback."""
 
 
 def run_main(program: Callable[[], int | None], interrupted: str = "interrupted") -> int:

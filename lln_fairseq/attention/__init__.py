@@ -1,6 +1,7 @@
 """Attention mechanisms, one file each, and the registry that finds them by name.
 
-Importing this package imports every module in it, so a new file is registered without being listed anywhere.
+Importing this package imports every module in it and in `baselines`, so a new file is registered without being listed
+anywhere.
 """
 
 import importlib
@@ -18,8 +19,8 @@ from lln_fairseq.attention.registry import (
     reject_layer_mechanism,
 )
 
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+for _module in pkgutil.walk_packages(__path__, f"{__name__}."):
+    importlib.import_module(_module.name)
 
 __all__ = [
     "ATTENTION_REGISTRY",

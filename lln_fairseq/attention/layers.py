@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from lln_fairseq.attention.registry import (
     LAYER_REGISTRY,
     build_attention,
-    checked_config,
     did_you_mean,
     parse_attention_spec,
+    parse_config,
     register_in,
 )
 
@@ -114,7 +114,7 @@ def build_layer(
         ValueError: if the name or an option is unknown, if an option has a value that is not allowed, or if the name
             belongs to an attention.
     """
-    config = checked_config(name, options)
+    config = parse_config(name, options)
     if name not in LAYER_REGISTRY:
         hint = did_you_mean(name, LAYER_REGISTRY)
         raise ValueError(f"'{name}' is an attention and does not replace a layer{hint}")

@@ -40,7 +40,7 @@ class LLNDiagConfig(LLNConfig):
     )
 
 
-def check_global_tokens(text: str, mix: str) -> None:
+def check_global_setting(text: str, mix: str) -> None:
     """Raise ValueError if `text` is not a value of the option global_tokens, or if this mix does not support it."""
     if text == NO_GLOBAL_TOKENS:
         return
@@ -72,7 +72,7 @@ class LLNDiagAttention(MomentMatchedAttention):
         else:
             self.shard_multiple = self.block_size
         self.global_tokens = str(config.global_tokens)  # benchmarks and configurations may state a number
-        check_global_tokens(self.global_tokens, config.mix)
+        check_global_setting(self.global_tokens, config.mix)
         self.needs_segments = self.global_tokens == FIRST_SEGMENT
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:

@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 class Attention(nn.Module):
     """Base class of the attention mechanisms.
 
-    Queries, keys and values are already split into heads: `modules/multihead_attention.py` does the projections.
+    Queries, keys and values are already split into heads: `models/multihead_attention.py` does the projections.
 
     Args:
         config: an instance of the dataclass that the mechanism is registered with.
@@ -255,7 +255,7 @@ def build_attention(
         ValueError: if the name or an option is unknown (the message lists the known ones), if an option has a value
             that is not allowed, or if the name belongs to a mechanism that replaces a whole encoder layer.
     """
-    config = checked_config(name, options)
+    config = parse_config(name, options)
     reject_layer_mechanism(name, "cannot be built as an attention of queries, keys and values: use build_layer")
     cls = ATTENTION_REGISTRY[name].cls
     return cls(config, num_heads=num_heads, head_dim=head_dim, max_positions=max_positions, dropout=dropout)
@@ -270,7 +270,7 @@ def reject_layer_mechanism(name: str, reason: str) -> None:
         raise ValueError(f"{name} replaces the whole encoder layer, and {reason}")
 
 
-def checked_config(name: str, options: dict[str, Any]) -> Any:
+def parse_config(name: str, options: dict[str, Any]) -> Any:
     """Return an instance of the options dataclass of a mechanism, after checking every option.
 
     Args:

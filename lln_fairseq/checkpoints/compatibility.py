@@ -21,10 +21,10 @@ from lln_fairseq.checkpoints.config import (
     stored_options,
 )
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, plugin_state
-from lln_fairseq.data.vocabulary import recorded_identity
-from lln_fairseq.errors import InputError, input_errors
+from lln_fairseq.errors import UserError, user_errors
 from lln_fairseq.models.adapt import EMBEDDING, POSITIONS
 from lln_fairseq.models.presets import PRESETS, SIZE_FIELDS
+from lln_fairseq.text.vocabulary import recorded_identity
 
 LENGTHS = ("max_positions", "tokens_per_sample")  # options of our tasks that state a length
 PRESET_HEADS = {name: sizes[SIZE_FIELDS.index("encoder_attention_heads")] for name, sizes in PRESETS.items()}
@@ -42,10 +42,10 @@ def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, p
         task: the model's task, whose dictionary is compared
         path: the checkpoint's file, for messages
 
-    Raises: InputError if the checkpoint was trained with another dictionary or has other sizes, or if the two
+    Raises: UserError if the checkpoint was trained with another dictionary or has other sizes, or if the two
         attentions differ and one of them replaces whole encoder layers.
     """
-    check_dictionary(state, task, path)
+    check_model_dictionary(state, task, path)
     options = getattr(model, "args", {})
     stored = stored_options(state)["model"]
     check_sizes(state, options, path)
@@ -59,7 +59,7 @@ def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, p
     stored_name = stored.get("attention", STOCK_ATTENTION)
     if name != stored_name:
         for mechanism in (str(name), str(stored_name)):
-            with input_errors():
+            with user_errors():
                 reject_layer_mechanism(
                     mechanism,
                     f"{path} has {stored_name}, this model {name}: neither has the other's parameters",
@@ -88,7 +88,7 @@ def option_value(key: str, value: Any, options: Mapping[str, Any]) -> str:
 
 
 def check_sizes(state: Mapping[str, Any], options: Any, path: str) -> None:
-    """Raise InputError if the RoBERTa in a checkpoint has other sizes than the model that will load it.
+    """Raise UserError if the RoBERTa in a checkpoint has other sizes than the model that will load it.
 
     Args:
         state: the checkpoint; its number of heads is not compared if its configuration does not state it
@@ -110,13 +110,13 @@ def check_sizes(state: Mapping[str, Any], options: Any, path: str) -> None:
     if not differing:
         return
     if not sizes.get("encoder_layers"):
-        raise InputError(f"{path} does not hold a RoBERTa (its model is {name}): give the checkpoint of a RoBERTa")
+        raise UserError(f"{path} does not hold a RoBERTa (its model is {name}): give the checkpoint of a RoBERTa")
     if HydraConfig.initialized():
         advice = "leave out model= and these options, and the run takes them from the checkpoint"
     else:
         flags = " ".join(f"--{key.replace('_', '-')} {sizes[key]}" for key in differing)
         advice = f"give {flags}"
-    raise InputError(
+    raise UserError(
         f"{path} has {_format_sizes(sizes, differing)}, but this run has {_format_sizes(options, differing)}: {advice}"
     )
 
@@ -126,13 +126,13 @@ def _format_sizes(sizes: Mapping[str, Any], keys: list[str]) -> str:
 
 
 def require_roberta_layers(options: Mapping[str, Any], path: Any) -> None:
-    """Raise InputError if the model's mechanism replaces whole encoder layers.
+    """Raise UserError if the model's mechanism replaces whole encoder layers.
 
     Args:
         options: the options of the model, with its attention
         path: the model's file, for the message
     """
-    with input_errors():
+    with user_errors():
         reject_layer_mechanism(str(options.get("attention")), f"{path} is therefore not a RoBERTa")
 
 
@@ -141,8 +141,8 @@ def dictionary_hash(dictionary: Any) -> str:
     return hashlib.sha256("\n".join(dictionary.symbols).encode()).hexdigest()
 
 
-def check_dictionary(state: Mapping[str, Any], task: Any, path: str) -> None:
-    """Raise InputError if a checkpoint was trained with a dictionary or a tokenizer that differs from the task's.
+def check_model_dictionary(state: Mapping[str, Any], task: Any, path: str) -> None:
+    """Raise UserError if a checkpoint was trained with a dictionary or a tokenizer that differs from the task's.
 
     The number of symbols is always compared with the embedding, if there is one. The symbols themselves are compared
     only if this project recorded their hash in the checkpoint, and the tokenizer only if it is recorded on both sides.
@@ -152,13 +152,13 @@ def check_dictionary(state: Mapping[str, Any], task: Any, path: str) -> None:
     data = (task.cfg or task.args).data
     message = f"the dictionary of {data} is not the one that {path} was made with"
     if embedding is not None and embedding.shape[0] != len(dictionary):
-        raise InputError(
+        raise UserError(
             f"{message}: it has {len(dictionary)} symbols, and the checkpoint has {embedding.shape[0]}. Binarize with "
             "the checkpoint's dict.txt"
         )
     recorded_hash = plugin_state(state).get("dictionary")
     if recorded_hash and recorded_hash != dictionary_hash(dictionary):
-        raise InputError(
+        raise UserError(
             f"{message}: it has the same number of symbols, but different ones or another order. Binarize with the "
             "checkpoint's dict.txt"
         )
@@ -167,7 +167,7 @@ def check_dictionary(state: Mapping[str, Any], task: Any, path: str) -> None:
 
 
 def check_tokenizer(state: Mapping[str, Any], identity: str, where: str, path: str) -> None:
-    """Raise InputError if a checkpoint was made with another tokenizer than the one with this identity.
+    """Raise UserError if a checkpoint was made with another tokenizer than the one with this identity.
 
     The dictionary does not show it: the symbols of a tokenizer.json are numbers. Nothing is checked if `identity` is
     "", or if the checkpoint records no tokenizer.
@@ -180,14 +180,14 @@ def check_tokenizer(state: Mapping[str, Any], identity: str, where: str, path: s
     """
     recorded = plugin_state(state).get("tokenizer")
     if recorded and identity and recorded != identity:
-        raise InputError(
+        raise UserError(
             f"the tokenizer of {where} is not the one that {path} was made with, although both have the same symbols: "
             "the same ids would stand for other texts. Use the checkpoint's tokenizer"
         )
 
 
-def check_labels(state: Mapping[str, Any], task: Any, path: str) -> None:
-    """Raise InputError if the labels recorded in a checkpoint differ from the task's, even if only the order differs.
+def check_model_labels(state: Mapping[str, Any], task: Any, path: str) -> None:
+    """Raise UserError if the labels recorded in a checkpoint differ from the task's, even if only the order differs.
 
     Nothing is checked if the task has no labels, or if the checkpoint records none.
     """
@@ -195,7 +195,7 @@ def check_labels(state: Mapping[str, Any], task: Any, path: str) -> None:
         return
     trained = plugin_state(state).get("labels", [])
     if trained and trained != label_names(task):
-        raise InputError(f"{path} was trained with the labels {trained}, but {task.cfg.data} has {label_names(task)}")
+        raise UserError(f"{path} was trained with the labels {trained}, but {task.cfg.data} has {label_names(task)}")
 
 
 def label_names(task: Any) -> list[str]:
@@ -221,7 +221,7 @@ def longest_sequence(path: str) -> int | None:
     That is the number of positions in its positional table. Without a table, it is the first positive length among the
     model's max_positions and the task's max_positions and tokens_per_sample, or None if there is none.
 
-    Raises: InputError if the file is missing, damaged or not a checkpoint.
+    Raises: UserError if the file is missing, damaged or not a checkpoint.
     """
     state = load_checkpoint_lazily(path)
     table = _find_parameter(state, POSITIONS)

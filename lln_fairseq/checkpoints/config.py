@@ -19,8 +19,8 @@ from fairseq.tasks import TASK_DATACLASS_REGISTRY
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lln_fairseq.data.special_symbols import PAD
-from lln_fairseq.errors import InputError, first_line
+from lln_fairseq.errors import UserError, first_line
+from lln_fairseq.text.special_symbols import PAD
 
 OURS = "lln_roberta"
 STOCK = "roberta"
@@ -50,12 +50,12 @@ def checked_config(state: Mapping[str, Any], path: str) -> DictConfig:
     defaults. A criterion that is not in KNOWN becomes None. The model group of a stock RoBERTa becomes a Namespace of
     the stored options, to which fairseq adds the options that are missing.
 
-    Raises: InputError if there is no configuration, if the model or the task is not in KNOWN, or if an option is not a
+    Raises: UserError if there is no configuration, if the model or the task is not in KNOWN, or if an option is not a
         plain value, does not have the type of its field, or does not fit the parameters.
     """
     options = stored_options(state)
     if not options["model"] or not options["task"]:
-        raise InputError(f"{path} is not a checkpoint of fairseq: it has no configuration")
+        raise UserError(f"{path} is not a checkpoint of fairseq: it has no configuration")
     config: dict[str, Any] = {"bpe": None, "tokenizer": None}
     for field in dataclasses.fields(FairseqConfig):
         if dataclasses.is_dataclass(field.default):
@@ -165,18 +165,18 @@ def _checked_group(group: str, stored: Mapping[str, Any], path: str) -> dict[str
     if registered_name not in KNOWN[group]:
         if group == "criterion":
             return None
-        raise InputError(
+        raise UserError(
             f"{path} holds the {group} {str(name)[:80]!r}, but only these are supported: {', '.join(KNOWN[group])}"
         )
     schema = OmegaConf.structured(_dataclass(group, registered_name))
     values = {key: value for key, value in stored.items() if key in schema._content and value is not None}
     for key, value in values.items():
         if not is_plain(value):
-            raise InputError(f"{path}: the {group}'s option {key} is not a plain value: {str(value)[:80]!r}")
+            raise UserError(f"{path}: the {group}'s option {key} is not a plain value: {str(value)[:80]!r}")
     try:
         merged = OmegaConf.to_container(OmegaConf.merge(schema, values), enum_to_str=True)
     except OmegaConfBaseException as error:
-        raise InputError(f"{path}: the {group}'s option {error.full_key}: {first_line(error)}") from error
+        raise UserError(f"{path}: the {group}'s option {error.full_key}: {first_line(error)}") from error
     return plain_options(merged) | {"_name": name}
 
 
@@ -216,7 +216,7 @@ def _layer_stack(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_sizes(options: Mapping[str, Any], parameters: Mapping[str, Any], path: str) -> int | None:
-    """Raise InputError if the sizes in a model's options do not fit its parameters.
+    """Raise UserError if the sizes in a model's options do not fit its parameters.
 
     Return the number of positions in the positional table, or None if there is no table.
     """
@@ -224,10 +224,10 @@ def _check_sizes(options: Mapping[str, Any], parameters: Mapping[str, Any], path
         if option == "encoder_layers" and options.get("encoder_layers_to_keep"):
             continue
         if options.get(option) not in (None, size):
-            raise InputError(f"{path}: {option} is {options[option]}, but its parameters have {size}")
+            raise UserError(f"{path}: {option} is {options[option]}, but its parameters have {size}")
     rows = len(_layer_stack(parameters).get("embed_positions.weight", ()))
     if rows and (options.get("max_positions") or 0) > rows:
-        raise InputError(
+        raise UserError(
             f"{path}: max_positions is {options['max_positions']}, but its positional table has {rows} rows"
         )
     return rows - POSITION_OFFSET if rows else None

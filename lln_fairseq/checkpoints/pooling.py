@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lln_fairseq.checkpoints.reading import plugin_state
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 
 POOLINGS = ("mean", "cls", "max")
 
@@ -66,14 +66,14 @@ def stored_pooling(state: Mapping[str, Any]) -> Pooling | None:
         state: the checkpoint, for example of `load_checkpoint_lazily`.
 
     Raises:
-        InputError: if the stored pooling is not one of POOLINGS.
+        UserError: if the stored pooling is not one of POOLINGS.
     """
     stored = plugin_state(state)
     mode = stored.get("pooling")
     if mode is None:
         return None
     if mode not in POOLINGS:
-        raise InputError(f"the checkpoint's pooling must be {', '.join(POOLINGS)}, got {str(mode)[:80]}")
+        raise UserError(f"the checkpoint's pooling must be {', '.join(POOLINGS)}, got {str(mode)[:80]}")
     return Pooling(str(mode), normalize=stored.get("normalize") == "true")
 
 

@@ -21,7 +21,7 @@ from omegaconf.nodes import AnyNode
 from torch import Tensor
 
 from lln_fairseq.checkpoints.config import checked_config
-from lln_fairseq.errors import InputError, first_line
+from lln_fairseq.errors import UserError, first_line
 
 # Classes that a checkpoint can contain. argparse.Namespace is in checkpoints of models without a dataclass, such as the
 # stock RoBERTa. The remaining classes are in the state that the first worker sends to the others when a run resumes.
@@ -70,15 +70,15 @@ def load_checkpoint_lazily(path: str, mmap: bool = True) -> dict[str, Any]:
         mmap: False to read the tensors into memory at once; files in torch's format before 1.6 are always read at once
 
     Returns: the content of the checkpoint; its entry "model" is a dictionary of tensors by their names
-    Raises: InputError if the file is missing, damaged or not a checkpoint of fairseq, or if it holds classes other than
+    Raises: UserError if the file is missing, damaged or not a checkpoint of fairseq, or if it holds classes other than
         FAIRSEQ_CLASSES.
     """
     state = load_plain_data(path, mmap)
     parameters = state.get("model") if isinstance(state, dict) else None
     if not isinstance(parameters, dict):
-        raise InputError(f"{path} is not a checkpoint of fairseq: it holds no model")
+        raise UserError(f"{path} is not a checkpoint of fairseq: it holds no model")
     if not all(isinstance(key, str) and isinstance(value, Tensor) for key, value in parameters.items()):
-        raise InputError(f"{path} is not a checkpoint of fairseq: its model is not made of named tensors")
+        raise UserError(f"{path} is not a checkpoint of fairseq: its model is not made of named tensors")
     return state
 
 
@@ -95,7 +95,7 @@ def load_checkpoint(
 
     Returns: the content of the checkpoint in fairseq's current format. Its entry "cfg" is the checked configuration, or
         None if `load_on_all_ranks` is not None.
-    Raises: InputError under the conditions of `load_checkpoint_lazily`, `verify_checksums` and `checked_config`, and if
+    Raises: UserError under the conditions of `load_checkpoint_lazily`, `verify_checksums` and `checked_config`, and if
         the training state is incomplete or has impossible values.
     """
     state = load_checkpoint_lazily(path, mmap=False)
@@ -110,14 +110,14 @@ def load_checkpoint(
         position = dict(state["extra_state"]["train_iterator"])
         counts = [num_updates, position["epoch"], position["iterations_in_epoch"], *position.values()]
     except (LookupError, TypeError, AttributeError, RuntimeError, ValueError) as error:
-        raise InputError(f"{path} is damaged: the state of its training is incomplete ({first_line(error)})") from error
+        raise UserError(f"{path} is damaged: the state of its training is incomplete ({first_line(error)})") from error
     if not all(isinstance(count, int) and 0 <= count < MAX_COUNT for count in counts):
-        raise InputError(f"{path} is damaged: its update, epoch and position in the epoch are {counts[:3]}")
+        raise UserError(f"{path} is damaged: its update, epoch and position in the epoch are {counts[:3]}")
     for name in NUMBERS:
         value = state["extra_state"].get(name, 0)
         may_be_missing = value is None and name == OPTIONAL_NUMBER
         if not _is_number(value) and not may_be_missing:
-            raise InputError(f"{path} is damaged: its {name} is not a number")
+            raise UserError(f"{path} is damaged: its {name} is not a number")
     return state
 
 
@@ -135,34 +135,34 @@ def load_plain_data(path: str, mmap: bool = True) -> Any:
         path: the file
         mmap: True to leave the tensors on the disk until they are used, if the file's format supports it
 
-    Raises: InputError if the file is missing or damaged, contains other classes or functions, or would take much more
+    Raises: UserError if the file is missing or damaged, contains other classes or functions, or would take much more
         memory than it has bytes: with compressed parts, tensors that repeat a few values, or lists in lists.
     """
     if not os.path.isfile(path):
-        raise InputError(f"no such checkpoint: {path}")
+        raise UserError(f"no such checkpoint: {path}")
     _reject_compressed_parts(path)
     try:
         with warnings.catch_warnings(action="ignore"):  # torch warns about its own formats
             content = _torch_load(path, mmap)
         _check_content(content, path, (), {})
         return content
-    except InputError:
+    except UserError:
         raise
     except Exception as error:  # an unpickler may raise anything on bytes that are not a pickle
-        raise InputError(
+        raise UserError(
             f"cannot load {path}, which is damaged or not a checkpoint: {_loading_reason(error)}{_advice(path)}"
         ) from error
 
 
 def _reject_compressed_parts(path: str) -> None:
-    """Raise InputError if the parts of a zip archive are larger than the file. torch.save does not compress."""
+    """Raise UserError if the parts of a zip archive are larger than the file. torch.save does not compress."""
     try:
         with zipfile.ZipFile(path) as archive:
             size = sum(part.file_size for part in archive.infolist())
     except Exception:  # not an archive, or a damaged one, which torch.load reports
         return
     if size > os.path.getsize(path):
-        raise InputError(f"{path} is not a checkpoint: it is compressed, to {os.path.getsize(path)} of {size} bytes")
+        raise UserError(f"{path} is not a checkpoint: it is compressed, to {os.path.getsize(path)} of {size} bytes")
 
 
 def _check_content(value: Any, path: str, keys: tuple[Any, ...], sizes: dict[int, int]) -> int:
@@ -173,13 +173,13 @@ def _check_content(value: Any, path: str, keys: tuple[Any, ...], sizes: dict[int
         path: the file, for messages
         keys: the keys that lead to the value, for messages
         sizes: the results for the containers so far, by their ids; added to in place
-    Raises: InputError if a tensor needs more memory than the file has for it, or there are more than MAX_ENTRIES
+    Raises: UserError if a tensor needs more memory than the file has for it, or there are more than MAX_ENTRIES
         entries.
     """
     if isinstance(value, Tensor):
         if not _has_its_own_values(value):
             name = ".".join(str(key)[:80] for key in keys)
-            raise InputError(
+            raise UserError(
                 f"{path}: the tensor {name} of shape {tuple(value.shape)} is larger than what the file holds of it: "
                 "use another checkpoint, or save a copy of the tensor (torch.clone)"
             )
@@ -197,7 +197,7 @@ def _check_content(value: Any, path: str, keys: tuple[Any, ...], sizes: dict[int
         sizes[id(value)] = 1  # until it is known; a container may contain itself
         sizes[id(value)] += sum(_check_content(item, path, (*keys, key), sizes) for key, item in items)
     if sizes[id(value)] > MAX_ENTRIES:
-        raise InputError(
+        raise UserError(
             f"{path} is not a checkpoint: its lists contain each other, with {sizes[id(value)]:.0e} entries"
         )
     return sizes[id(value)]
@@ -249,7 +249,7 @@ def _advice(path: str) -> str:
         try:
             load_checkpoint_lazily(str(candidate))
             verify_checksums(str(candidate))
-        except InputError:
+        except UserError:
             continue
         return f". {candidate} is whole: copy it to {name} to resume from it"
     return ""
@@ -261,7 +261,7 @@ def verify_checksums(path: str) -> None:
     torch writes the checksums but does not check them. Files and parts without checksums are accepted, such as files in
     torch's format before 1.6.
 
-    Raises: InputError if a part does not match its checksum or cannot be read.
+    Raises: UserError if a part does not match its checksum or cannot be read.
     """
     if not zipfile.is_zipfile(path):
         return
@@ -274,11 +274,11 @@ def verify_checksums(path: str) -> None:
                     while stream.read(1 << 24):  # zipfile compares the checksum at the end
                         pass
     except Exception as error:  # zipfile raises many kinds of exceptions on damaged bytes
-        raise InputError(f"{path} is damaged: {first_line(error)}{_advice(path)}") from error
+        raise UserError(f"{path} is damaged: {first_line(error)}{_advice(path)}") from error
 
 
 def check_weights(weights: Mapping[str, Tensor], source: str | os.PathLike[str]) -> None:
-    """Raise InputError if a weight is not floating-point, or has NaN or infinite values.
+    """Raise UserError if a weight is not floating-point, or has NaN or infinite values.
 
     Programs that use a model without training it call this. A training run does not, so that it can still load what a
     diverged run saved.
@@ -292,9 +292,9 @@ def check_weights(weights: Mapping[str, Tensor], source: str | os.PathLike[str])
             continue
         if not value.is_floating_point():
             dtype = str(value.dtype).removeprefix("torch.")
-            raise InputError(f"{source}: {name} is of dtype {dtype}, and weights must be floating-point: dequantize it")
+            raise UserError(f"{source}: {name} is of dtype {dtype}, and weights must be floating-point: dequantize it")
         if not value.float().isfinite().all():
-            raise InputError(f"{source}: {name} has NaN or infinite values: use another checkpoint")
+            raise UserError(f"{source}: {name} has NaN or infinite values: use another checkpoint")
 
 
 def plugin_state(state: Mapping[str, Any]) -> dict[str, str | list[str]]:

@@ -15,14 +15,12 @@ from typing import Any
 
 from fairseq.utils import split_paths
 
-from lln_fairseq.command import UserError
-from lln_fairseq.data.files import write_bytes
-from lln_fairseq.data.special_symbols import NUM_SPECIAL
-from lln_fairseq.data.vocabulary import load_vocabulary
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
+from lln_fairseq.files import write_bytes
+from lln_fairseq.text.special_symbols import NUM_SPECIAL
+from lln_fairseq.text.vocabulary import MANIFEST, load_vocabulary
 
 FOLDER = "tokenizer"
-MANIFEST = "manifest.json"
 DICTIONARIES = ("dict.txt", "input0/dict.txt", "input1/dict.txt", "label/dict.txt")
 
 logger = logging.getLogger(__name__)
@@ -64,7 +62,7 @@ def save_tokenizer(task: Any, save_dir: str) -> None:
 
 
 def check_vocabulary(vocabulary: Any, task: Any, where: str) -> None:
-    """Raise InputError if the symbols of a vocabulary have other ids in the task's dictionary.
+    """Raise UserError if the symbols of a vocabulary have other ids in the task's dictionary.
 
     Args:
         vocabulary: a data.vocabulary.Vocabulary
@@ -73,7 +71,7 @@ def check_vocabulary(vocabulary: Any, task: Any, where: str) -> None:
     """
     symbols = task.source_dictionary.symbols[NUM_SPECIAL : NUM_SPECIAL + len(vocabulary.symbols)]
     if symbols != vocabulary.symbols:
-        raise InputError(f"the tokenizer of {where} has other symbols than the dictionary of {task.cfg.data}")
+        raise UserError(f"the tokenizer of {where} has other symbols than the dictionary of {task.cfg.data}")
 
 
 def directories(checkpoint: str, data: str | None) -> list[Path]:

@@ -12,8 +12,8 @@ from typing import IO, Any
 
 from fairseq import checkpoint_utils
 
-from lln_fairseq.data.files import atomic_path
-from lln_fairseq.errors import InputError, first_line
+from lln_fairseq.errors import UserError, first_line
+from lln_fairseq.files import atomic_path
 
 LAST = "checkpoint_last.pt"
 LOCK = "training.lock"  # never removed: otherwise two runs could lock two different files of this name
@@ -32,7 +32,7 @@ def lock_directory(
         other: the end of the advice "give another ...", for messages
 
     Returns: the open lock file; the caller must keep a reference to it, because Python closes an unused file
-    Raises: InputError if another process has locked the directory.
+    Raises: UserError if another process has locked the directory.
     """
     file = open(Path(save_dir, LOCK), "a+")  # noqa: SIM115  the caller closes it
     try:
@@ -41,7 +41,7 @@ def lock_directory(
         file.seek(0)
         holder = file.read().strip() or "just started"
         file.close()
-        raise InputError(
+        raise UserError(
             f"{save_dir} belongs to a {what} that is running ({holder}): wait until it ends, stop it with "
             f"kill, or give another {other}"
         ) from None
@@ -60,7 +60,7 @@ def atomic_copy(src_path: str, dst_path: str, overwrite: bool = False) -> bool:
     This holds even if the program is killed.
 
     Returns: True if the file was copied; False if `dst_path` exists and `overwrite` is False
-    Raises: InputError if writing fails, for example because the disk is full; `dst_path` is then unchanged.
+    Raises: UserError if writing fails, for example because the disk is full; `dst_path` is then unchanged.
     """
     if os.path.exists(dst_path) and not overwrite:
         return False
@@ -82,7 +82,7 @@ def save(original: Callable, obj: Any, filename: Any, *args: Any, **kwargs: Any)
         args, kwargs: the remaining arguments of `original`
 
     Returns: the result of `original`
-    Raises: InputError if the file at a path cannot be written; its temporary file is removed. If `filename` is an open
+    Raises: UserError if the file at a path cannot be written; its temporary file is removed. If `filename` is an open
         file, errors are raised unchanged.
     """
     log = checkpoint_utils.logger
@@ -117,11 +117,11 @@ def remove_superseded(cfg: Any) -> None:
         os.remove(newest_first[-1])
 
 
-def _save_error(path: str, error: BaseException) -> InputError:
+def _save_error(path: str, error: BaseException) -> UserError:
     """Return the error to raise if `path` cannot be written. Its message has the reason and says how to resume."""
     directory = os.path.dirname(os.path.abspath(path))
     if getattr(error, "errno", None) == errno.ENOENT or not os.path.isdir(directory):
-        return InputError(
+        return UserError(
             f"cannot save {path}: {directory}, or a file being written in it, was removed by another program; run the "
             "same command again to resume from the last checkpoint that is left"
         )
@@ -133,7 +133,7 @@ def _save_error(path: str, error: BaseException) -> InputError:
         )
     else:
         advice = f"{directory} has no {LAST} yet: free some space and run the same command again to start anew"
-    return InputError(f"cannot save {path}: {reason} ({free_megabytes:.0f} MB free); {advice}")
+    return UserError(f"cannot save {path}: {reason} ({free_megabytes:.0f} MB free); {advice}")
 
 
 def _root_cause(error: BaseException) -> BaseException:

@@ -25,12 +25,12 @@ from lln_fairseq.conversion.directory import new_directory, write_large
 from lln_fairseq.conversion.encoder import DICTIONARY, HEAD, ImportedEncoder
 from lln_fairseq.conversion.from_fairseq import read_fairseq_checkpoint
 from lln_fairseq.conversion.from_hugging_face import read_hugging_face_directory
-from lln_fairseq.data.special_symbols import PAD
-from lln_fairseq.data.vocabulary import load_vocabulary
-from lln_fairseq.errors import InputError, input_errors
+from lln_fairseq.errors import UserError, user_errors
 from lln_fairseq.models.adapt import ATTENTION_PARAMETERS, POSITIONS, resize_positions
 from lln_fairseq.models.lln_roberta import LLNRobertaModel, RobertaConfig
 from lln_fairseq.tasks.masked_lm import LLNMaskedLMConfig, LLNMaskedLMTask
+from lln_fairseq.text.special_symbols import PAD
+from lln_fairseq.text.vocabulary import load_vocabulary
 
 CHECKPOINT = "model.pt"
 SEED = 1  # for the parameters that the source does not have
@@ -58,14 +58,14 @@ def convert(
     Returns:
         The encoder as it was written, with a note on each difference from the source.
     """
-    with input_errors():
+    with user_errors():
         reject_layer_mechanism(attention, "cannot use the weights of a converted encoder")
     if not source.exists():
-        raise InputError(f"no such directory or checkpoint: {source}")
+        raise UserError(f"no such directory or checkpoint: {source}")
     if source.is_dir() and heads is not None:
-        raise InputError(f"--heads is for a fairseq checkpoint, but {source} is a directory: leave it out")
+        raise UserError(f"--heads is for a fairseq checkpoint, but {source} is a directory: leave it out")
     if source.is_dir() and dictionary is not None:
-        raise InputError(f"--dictionary is for a fairseq checkpoint, but {source} is a directory: leave it out")
+        raise UserError(f"--dictionary is for a fairseq checkpoint, but {source} is a directory: leave it out")
     with new_directory(out) as directory:
         if source.is_dir():
             encoder = read_hugging_face_directory(source)
@@ -84,7 +84,7 @@ def change_max_positions(encoder: ImportedEncoder, positions: int) -> None:
     first.
     """
     if not 1 <= positions <= MAX_POSITIONS:
-        raise InputError(f"--positions must be between 1 and {MAX_POSITIONS}, got {positions}")
+        raise UserError(f"--positions must be between 1 and {MAX_POSITIONS}, got {positions}")
     learned = encoder.options["max_positions"]
     if positions == learned:
         return
@@ -172,7 +172,7 @@ def load_encoder_parameters(model: nn.Module, encoder: ImportedEncoder) -> None:
     for name, value in encoder.parameters.items():
         expected = tuple(model_state[name].shape)
         if value.shape != expected:  # the shapes of some attentions depend on their options or on the length
-            raise InputError(f"the shape of {name} must be {expected} for this model, got {tuple(value.shape)}")
+            raise UserError(f"the shape of {name} must be {expected} for this model, got {tuple(value.shape)}")
     new = [name for name in model_state if ATTENTION_PARAMETERS in name and name not in encoder.parameters]
     if new:
         encoder.notes.append(f"new in this attention, at their initial values: {len(new)} parameters")

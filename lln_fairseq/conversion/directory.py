@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lln_fairseq.checkpoints.reading import load_plain_data, verify_checksums
 from lln_fairseq.checkpoints.saving import LOCK, lock_directory
-from lln_fairseq.data.files import atomic_path
-from lln_fairseq.errors import InputError, first_line
+from lln_fairseq.errors import UserError, first_line
+from lln_fairseq.files import atomic_path
 
 CONFIG = "config.json"
 # Where the weights may be, in the order of search. The index files list the parts of a model saved in several files.
@@ -22,24 +22,24 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.b
 
 
 def parse_json(path: Path) -> Any:
-    """Read a JSON file. Raises InputError if it cannot be read or is not JSON."""
+    """Read a JSON file. Raises UserError if it cannot be read or is not JSON."""
     if not path.exists():
-        raise InputError(f"{path} does not exist")
+        raise UserError(f"{path} does not exist")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} cannot be read: {first_line(error)}") from error
+        raise UserError(f"{path} cannot be read: {first_line(error)}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file.
 
     Raises:
-        InputError: if the file cannot be read, is not JSON, or does not hold a JSON object.
+        UserError: if the file cannot be read, is not JSON, or does not hold a JSON object.
     """
     content = parse_json(path)
     if not isinstance(content, dict):
-        raise InputError(f"{path} cannot be read: it does not hold a JSON object")
+        raise UserError(f"{path} cannot be read: it does not hold a JSON object")
     return content
 
 
@@ -50,7 +50,7 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     anything besides tensors and containers is refused.
 
     Raises:
-        InputError: if there are no weights, a file is damaged or missing, or an entry is not a tensor.
+        UserError: if there are no weights, a file is damaged or missing, or an entry is not a tensor.
     """
     path = None
     for name in WEIGHTS:
@@ -58,7 +58,7 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
             path = directory / name
             break
     if path is None:
-        raise InputError(f"{directory} holds no weights: it needs {' or '.join(WEIGHTS)}")
+        raise UserError(f"{directory} holds no weights: it needs {' or '.join(WEIGHTS)}")
     files = [path]
     if path.suffix == ".json":
         files = _files_in_index(path)
@@ -67,26 +67,26 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
         tensors |= _read_tensor_file(file)
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
-            raise InputError(f"{path}: {str(name)[:80]} must be a tensor, got {type(value).__name__}")
+            raise UserError(f"{path}: {str(name)[:80]} must be a tensor, got {type(value).__name__}")
     return tensors
 
 
 def _files_in_index(index: Path) -> list[Path]:
     """Return the weight files that an index lists, sorted by name.
 
-    Raises InputError if the index lists nothing, or a file that is missing or outside the directory of the index.
+    Raises UserError if the index lists nothing, or a file that is missing or outside the directory of the index.
     """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise InputError(f"{index} lists no files")
+        raise UserError(f"{index} lists no files")
     if not all(isinstance(name, str) for name in weight_map.values()):
-        raise InputError(f"{index} lists something that is not a file name")
+        raise UserError(f"{index} lists something that is not a file name")
     files = [index.parent / name for name in sorted(set(weight_map.values()))]
     for file in files:
         if file.parent != index.parent:
-            raise InputError(f"{index} lists {file.name}, which is not in the same directory")
+            raise UserError(f"{index} lists {file.name}, which is not in the same directory")
         if not file.is_file():
-            raise InputError(f"{index} lists {file.name}, which does not exist: download it too")
+            raise UserError(f"{index} lists {file.name}, which does not exist: download it too")
     return files
 
 
@@ -96,7 +96,7 @@ def _read_tensor_file(path: Path) -> dict[str, Any]:
         content = load_plain_data(str(path))
         verify_checksums(str(path))
         if not isinstance(content, dict):
-            raise InputError(f"{path} must hold a dictionary of tensors, got {type(content).__name__}")
+            raise UserError(f"{path} must hold a dictionary of tensors, got {type(content).__name__}")
         return content
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -104,7 +104,7 @@ def _read_tensor_file(path: Path) -> dict[str, Any]:
     try:
         return load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
-        raise InputError(f"{path} is damaged: {first_line(error)}") from error
+        raise UserError(f"{path} is damaged: {first_line(error)}") from error
 
 
 def as_float32(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -129,7 +129,7 @@ def new_directory(out: Path) -> Iterator[Path]:
     The files get the permissions of the process's umask.
 
     Raises:
-        InputError: if `out` exists already, or another process is writing it.
+        UserError: if `out` exists already, or another process is writing it.
     """
     _require_missing(out)
     part = out.with_name(f".{out.name}.part")
@@ -158,22 +158,22 @@ def new_directory(out: Path) -> Iterator[Path]:
 
 
 def _require_missing(out: Path) -> None:
-    """Raise InputError if there is a file, a directory or a symbolic link with this path."""
+    """Raise UserError if there is a file, a directory or a symbolic link with this path."""
     if out.exists() or out.is_symlink():
-        raise InputError(f"{out} already exists: remove it or choose another directory")
+        raise UserError(f"{out} already exists: remove it or choose another directory")
 
 
 def write_large(path: Path, write: Callable[[Path], None]) -> None:
-    """Call write(path), and turn any exception, such as a library's own for a full disk, into an InputError."""
+    """Call write(path), and turn any exception, such as a library's own for a full disk, into a UserError."""
     try:
         write(path)
     except Exception as error:
         free = shutil.disk_usage(path.parent).free / 1e6
-        raise InputError(f"cannot write {path.name}: {first_line(error)} ({free:.0f} MB free)") from error
+        raise UserError(f"cannot write {path.name}: {first_line(error)} ({free:.0f} MB free)") from error
 
 
 def save_atomically(state: Any, path: Path) -> None:
-    """Save an object with `torch.save`, completely or not at all. Raises InputError if the file cannot be written."""
+    """Save an object with `torch.save`, completely or not at all. Raises UserError if the file cannot be written."""
 
     def write(path: Path) -> None:
         with atomic_path(path) as part:

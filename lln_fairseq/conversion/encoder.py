@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lln_fairseq.checkpoints.pooling import Pooling
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 
 DICTIONARY = "dict.txt"
 HEAD = "encoder.lm_head."  # prefix of the parameters of the masked-language-model head
@@ -64,7 +64,7 @@ def require_shapes(
     source: Path,
     reference: str,
 ) -> None:
-    """Raise InputError if one of the tensors that `shapes` names is missing or has another shape.
+    """Raise UserError if one of the tensors that `shapes` names is missing or has another shape.
 
     Args:
         tensors: the tensors to check; tensors that `shapes` does not name are ignored.
@@ -74,11 +74,11 @@ def require_shapes(
     """
     missing = [name for name in shapes if name not in tensors]
     if missing:
-        raise InputError(f"{source} lacks {summarize_names(missing)}")
+        raise UserError(f"{source} lacks {summarize_names(missing)}")
     for name, expected in shapes.items():
         actual = tuple(tensors[name].shape)
         if actual != expected:
-            raise InputError(
+            raise UserError(
                 f"{source}: the shape of {name} must be {_shape_text(expected)} according to {reference}, "
                 f"got {_shape_text(actual)}"
             )

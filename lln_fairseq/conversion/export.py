@@ -38,10 +38,10 @@ from lln_fairseq.conversion.to_onnx import (
     write_onnx,
 )
 from lln_fairseq.conversion.write_tokenizer import convert_tokenizer, find_tokenizer, is_approximate
-from lln_fairseq.data.special_symbols import PAD
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models.options import attention_options
+from lln_fairseq.text.special_symbols import PAD
 
 # Options of this project's models that fairseq's own RoBERTa does not have, with the values that it uses.
 STOCK_OPTIONS = {"attention": STOCK_ATTENTION, "softmax_layers": None, "layer_norm_eps": 1e-5}
@@ -72,7 +72,7 @@ def export(
         pooling.
 
     Raises:
-        InputError: if a file cannot be read, `tokenizer` has no tokenizer, the model or its tokenizer cannot be
+        UserError: if a file cannot be read, `tokenizer` has no tokenizer, the model or its tokenizer cannot be
             exported, or `out` exists.
     """
     if onnx or int8:
@@ -127,13 +127,13 @@ def export(
 def _classification_head(model: Any, task: Any) -> tuple[str, tuple[str, ...]]:
     """Return the name of a fine-tuned model's classification head and its labels; ("", ()) if the task has no head.
 
-    Raises InputError if the model does not have the head of its task.
+    Raises UserError if the model does not have the head of its task.
     """
     name = getattr(task.cfg, "classification_head_name", "")
     if not name:
         return "", ()
     if name not in model.classification_heads:
-        raise InputError(f"the model has no classification head {name}")
+        raise UserError(f"the model has no classification head {name}")
     return name, tuple(label_names(task))
 
 
@@ -146,13 +146,13 @@ def _model_options(model: Any) -> argparse.Namespace:
 def _tokenizer_files(tokenizer: Path | None, directories: list[Path]) -> dict[str, bytes]:
     """Return the files of the tokenizer in the directory `tokenizer`, or in the first of `directories` that has one.
 
-    They are empty if `tokenizer` is None and no directory has one. Raises InputError if `tokenizer` has none.
+    They are empty if `tokenizer` is None and no directory has one. Raises UserError if `tokenizer` has none.
     """
     if tokenizer is None:
         return find_tokenizer(directories)
     files = find_tokenizer([tokenizer])
     if not files:
-        raise InputError(f"{tokenizer} has no tokenizer")
+        raise UserError(f"{tokenizer} has no tokenizer")
     return files
 
 
@@ -180,7 +180,7 @@ def _output_function(model: Any, head: str, pooling: Pooling | None) -> Callable
 
 
 def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file. Raises InputError if that fails, for example because the disk is full."""
+    """Write a safetensors file. Raises UserError if that fails, for example because the disk is full."""
     from safetensors.torch import save_file
 
     write_large(path, lambda part: save_file(tensors, part, metadata={"format": "pt"}))

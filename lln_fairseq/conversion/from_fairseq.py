@@ -36,9 +36,9 @@ from lln_fairseq.conversion.parameter_names import (
 )
 from lln_fairseq.conversion.read_tokenizer import check_dictionary
 from lln_fairseq.conversion.write_tokenizer import find_tokenizer
-from lln_fairseq.data.special_symbols import MASK, NUM_SPECIAL
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.models.adapt import ATTENTION_PARAMETERS, EMBEDDING, POSITIONS
+from lln_fairseq.text.special_symbols import MASK, NUM_SPECIAL
 
 # Options that the tensors do not show. The number of heads is another one; it has no default and must be known.
 STORED_OPTIONS = ("activation_fn", "dropout", "attention_dropout", "activation_dropout", "layer_norm_eps", "rotary")
@@ -61,7 +61,7 @@ def read_fairseq_checkpoint(
             softmax_layers are taken from a checkpoint that has the same attention, and ignored otherwise.
 
     Raises:
-        InputError: if a file cannot be read, the model is not a RoBERTa, or the dictionary does not fit the model.
+        UserError: if a file cannot be read, the model is not a RoBERTa, or the dictionary does not fit the model.
     """
     state = load_checkpoint_lazily(str(path))
     verify_checksums(str(path))
@@ -71,7 +71,7 @@ def read_fairseq_checkpoint(
     tensors = _with_current_names(state["model"])
     if EMBEDDING not in tensors or POSITIONS not in tensors:
         architecture = stored.get("_name") or "unknown"
-        raise InputError(f"{path} is not a RoBERTa: it has no {EMBEDDING} (architecture: {architecture})")
+        raise UserError(f"{path} is not a RoBERTa: it has no {EMBEDDING} (architecture: {architecture})")
     sizes = _read_sizes(tensors, path)
     options = _read_options(stored, tensors, sizes, heads, path)
     parameters = _roberta_parameters(tensors, sizes, options, path)
@@ -114,14 +114,14 @@ def _with_current_names(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _read_sizes(tensors: Mapping[str, Tensor], path: Path) -> ModelSizes:
     """Return the model's sizes, with at least one position.
 
-    Raises InputError if a tensor that they are read from is missing or not a matrix.
+    Raises UserError if a tensor that they are read from is missing or not a matrix.
     """
     for name in (EMBEDDING, POSITIONS, f"{ENCODER}layers.0.fc1.weight"):
         if name not in tensors or tensors[name].dim() != 2:
-            raise InputError(f"{path} is not a RoBERTa: {name} must be a matrix")
+            raise UserError(f"{path} is not a RoBERTa: {name} must be a matrix")
     sizes = sizes_of_parameters(tensors)
     if sizes.positions <= POSITION_OFFSET:
-        raise InputError(
+        raise UserError(
             f"{path}: the positional table must have more than {POSITION_OFFSET} rows, got {sizes.positions}"
         )
     return sizes
@@ -132,15 +132,15 @@ def _read_options(
 ) -> dict[str, Any]:
     """Return the model's options from its tensors and, for what tensors do not show, from the stored options.
 
-    Raises InputError if the number of heads is unknown, or `heads` contradicts the stored number.
+    Raises UserError if the number of heads is unknown, or `heads` contradicts the stored number.
     """
     stored_heads = stored.get("encoder_attention_heads")
     if stored_heads is None and heads is None:
-        raise InputError(f"{path} does not state the number of attention heads: give --heads")
+        raise UserError(f"{path} does not state the number of attention heads: give --heads")
     if stored_heads is None:
         stored_heads = heads
     if heads is not None and heads != stored_heads:
-        raise InputError(f"--heads must be {stored_heads}, the number of heads of {path}, got {heads}")
+        raise UserError(f"--heads must be {stored_heads}, the number of heads of {path}, got {heads}")
     options = {
         "encoder_layers": sizes.layers,
         "encoder_embed_dim": sizes.features,
@@ -164,7 +164,7 @@ def _roberta_parameters(
 
     The head's output matrix has the name HEAD_WEIGHT; if the checkpoint has none, it is the embedding.
 
-    Raises InputError if a parameter is missing or has another shape.
+    Raises UserError if a parameter is missing or has another shape.
     """
     has_head = any(name.startswith(HEAD) for name in tensors)
     names = list(encoder_names(sizes))
@@ -187,7 +187,7 @@ def _roberta_parameters(
 def _note_unused_tensors(tensors: Mapping[str, Tensor], used: Mapping[str, Tensor], path: Path) -> list[str]:
     """Return a note about the heads for other tasks, which are not converted; an empty list if there are none.
 
-    Buffers and parameters of an attention are not mentioned. Raises InputError for a parameter of the encoder or the
+    Buffers and parameters of an attention are not mentioned. Raises UserError for a parameter of the encoder or the
     language-model head that RoBERTa does not have.
     """
     unused = []
@@ -196,7 +196,7 @@ def _note_unused_tensors(tensors: Mapping[str, Tensor], used: Mapping[str, Tenso
             unused.append(name)
     unknown = [name for name in unused if name.startswith((ENCODER, HEAD))]
     if unknown:
-        raise InputError(f"{path} is not a RoBERTa: unexpected parameters {summarize_names(unknown)}")
+        raise UserError(f"{path} is not a RoBERTa: unexpected parameters {summarize_names(unknown)}")
     if not unused:
         return []
     return [f"left out: {summarize_names(unused)}"]
@@ -219,33 +219,33 @@ def _tokenizer_directory(path: Path, dictionary: Path | None) -> Path:
 def _find_dictionary(dictionary: Path | None, directory: Path) -> Path:
     """Return `dictionary` if given, or else dict.txt or input0/dict.txt (of a classification task) in `directory`.
 
-    Raises InputError if the file does not exist.
+    Raises UserError if the file does not exist.
     """
     if dictionary is not None:
         if not dictionary.is_file():
-            raise InputError(f"no such dictionary: {dictionary}")
+            raise UserError(f"no such dictionary: {dictionary}")
         return dictionary
     for name in DICTIONARIES[:2]:
         if (directory / name).is_file():
             return directory / name
-    raise InputError(f"no {DICTIONARY} in {directory}: give --dictionary FILE")
+    raise UserError(f"no {DICTIONARY} in {directory}: give --dictionary FILE")
 
 
 def _read_symbols(dictionary: Path, rows: int, checkpoint: Path) -> list[str]:
     """Return the symbols in a dict.txt, including fairseq's fillers ("madeupword0000", ...).
 
-    Raises InputError if the file is not UTF-8, or the number of symbols, special symbols included, is not `rows`.
+    Raises UserError if the file is not UTF-8, or the number of symbols, special symbols included, is not `rows`.
     """
     try:
         lines = dictionary.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
-        raise InputError(f"{dictionary} is not UTF-8: {error}") from error
+        raise UserError(f"{dictionary} is not UTF-8: {error}") from error
     symbols = [line.rstrip().rsplit(" ", 1)[0] for line in lines]
     count = NUM_SPECIAL + len(symbols)
     if MASK not in symbols:
         count += 1  # the task adds it
     if count != rows:
-        raise InputError(
+        raise UserError(
             f"{dictionary} does not fit {checkpoint}: it must have {rows} symbols, special symbols included, "
             f"got {count}"
         )

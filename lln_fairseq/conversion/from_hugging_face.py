@@ -32,9 +32,9 @@ from lln_fairseq.conversion.parameter_names import (
 )
 from lln_fairseq.conversion.read_tokenizer import SourceVocabulary, read_vocabulary
 from lln_fairseq.conversion.sentence_pooling import check_prompts, locate_model, read_lower_case, read_pooling
-from lln_fairseq.data.special_symbols import PAD
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.models.adapt import EMBEDDING, POSITIONS
+from lln_fairseq.text.special_symbols import PAD
 
 BERT = "bert"
 MODEL_TYPES = ("roberta", "xlm-roberta", BERT)
@@ -91,13 +91,13 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
     `directory` can also be a model of sentence-transformers, see `locate_model`.
 
     Raises:
-        InputError: if the architecture is not supported, a tensor is missing, unknown or of the wrong shape, or the
+        UserError: if the architecture is not supported, a tensor is missing, unknown or of the wrong shape, or the
             tokenizer does not fit the embedding.
     """
     root, directory = locate_model(directory)
     config_file = directory / CONFIG
     if not config_file.exists():
-        raise InputError(
+        raise UserError(
             f"{directory} is not a Hugging Face directory: it has no {CONFIG}{_checkpoint_advice(directory)}"
         )
     config = read_json(config_file)
@@ -112,7 +112,7 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
     tensors = _with_current_names(read_tensors(directory))
     _check_converted_weights(tensors, directory)
     if sizes.layers > len(tensors):  # checked before the names of so many layers are made
-        raise InputError(f"{directory}: num_hidden_layers is {sizes.layers}, but there are only {len(tensors)} tensors")
+        raise UserError(f"{directory}: num_hidden_layers is {sizes.layers}, but there are only {len(tensors)} tensors")
 
     names = list(encoder_names(sizes))
     head = list(head_names(sizes, bert))
@@ -143,10 +143,10 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
 
 
 def _check_padding(config: dict[str, Any], padding: int, directory: Path) -> None:
-    """Raise InputError if config.json has another id for the padding than the tokenizer, whose id is `padding`."""
+    """Raise UserError if config.json has another id for the padding than the tokenizer, whose id is `padding`."""
     stated = config.get("pad_token_id")
     if stated is not None and stated != padding:
-        raise InputError(
+        raise UserError(
             f"{directory}: pad_token_id in {CONFIG} must be {padding}, the tokenizer's padding, got {stated}"
         )
 
@@ -162,7 +162,7 @@ def _checkpoint_advice(directory: Path) -> str:
 def _read_output_layer(tensors: dict[str, Tensor], bert: bool, sizes: ModelSizes, directory: Path) -> dict[str, Tensor]:
     """Return the output matrix of an untied head, and its bias if it has one of its own, under fairseq's names.
 
-    Raises InputError if the matrix is missing or a shape is wrong.
+    Raises UserError if the matrix is missing or a shape is wrong.
     """
     layer = "lm_head.decoder."
     if bert:
@@ -178,25 +178,25 @@ def _read_output_layer(tensors: dict[str, Tensor], bert: bool, sizes: ModelSizes
 
 
 def _check_architecture(config: dict[str, Any], path: Path) -> None:
-    """Raise InputError if config.json, read from `path`, describes a model that fairseq's RoBERTa cannot represent."""
+    """Raise UserError if config.json, read from `path`, describes a model that fairseq's RoBERTa cannot represent."""
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
         reason = ""
         if isinstance(model_type, str) and model_type in UNSUPPORTED_TYPES:
             reason = f": {UNSUPPORTED_TYPES[model_type]}"
-        raise InputError(f"{path}: model_type must be {' or '.join(MODEL_TYPES)}, got {model_type}{reason}")
+        raise UserError(f"{path}: model_type must be {' or '.join(MODEL_TYPES)}, got {model_type}{reason}")
     for option in DECODER_OPTIONS:
         if config.get(option):
-            raise InputError(f"{path}: only encoders can be converted, but {option} is {config[option]}")
+            raise UserError(f"{path}: only encoders can be converted, but {option} is {config[option]}")
     position_type = config.get("position_embedding_type", "absolute")
     if position_type != "absolute":
-        raise InputError(f"{path}: position_embedding_type must be absolute, got {position_type}")
+        raise UserError(f"{path}: position_embedding_type must be absolute, got {position_type}")
     activations = ["gelu"]  # fairseq's head uses the model's activation; Hugging Face's always uses gelu
     if model_type == BERT:
         activations = list(ACTIVATIONS)
     activation = str(config.get("hidden_act", "gelu"))
     if activation not in activations:
-        raise InputError(f"{path}: hidden_act must be {' or '.join(activations)}, got {activation}")
+        raise UserError(f"{path}: hidden_act must be {' or '.join(activations)}, got {activation}")
 
 
 def _read_sizes(config: dict[str, Any], path: Path) -> ModelSizes:
@@ -225,18 +225,18 @@ def _read_options(config: dict[str, Any], sizes: ModelSizes, path: Path) -> dict
 
 
 def _positive_number(config: dict[str, Any], key: str, path: Path) -> int:
-    """Return an option of config.json. Raises InputError if it is missing or not a positive integer."""
+    """Return an option of config.json. Raises UserError if it is missing or not a positive integer."""
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(f"{path}: {key} must be a positive integer, got {value!r}")
+        raise UserError(f"{path}: {key} must be a positive integer, got {value!r}")
     return value
 
 
 def _fraction(config: dict[str, Any], key: str, default: float, path: Path) -> float:
-    """Return an option of config.json, or `default` if it is missing. Raises InputError if it is not in [0, 1)."""
+    """Return an option of config.json, or `default` if it is missing. Raises UserError if it is not in [0, 1)."""
     value = config.get(key, default)
     if not isinstance(value, int | float) or not 0 <= value < 1:
-        raise InputError(f"{path}: {key} must be a number of at least 0 and below 1, got {value!r}")
+        raise UserError(f"{path}: {key} must be a number of at least 0 and below 1, got {value!r}")
     return float(value)
 
 
@@ -259,7 +259,7 @@ def _with_current_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _check_converted_weights(tensors: dict[str, Tensor], directory: Path) -> None:
-    """Raise InputError for weights of the converted parts that are not finite floating-point numbers."""
+    """Raise UserError for weights of the converted parts that are not finite floating-point numbers."""
     weights = {}
     for name, value in tensors.items():
         if CONVERTED_PARTS.match(name) and not name.endswith("_ids"):
@@ -270,14 +270,14 @@ def _check_converted_weights(tensors: dict[str, Tensor], directory: Path) -> Non
 def _note_unused_tensors(tensors: dict[str, Tensor], names: list[ParameterName], directory: Path) -> list[str]:
     """Return a note that lists the heads for other tasks, or an empty list if there are none.
 
-    Raises InputError for a parameter of the encoder or the language-model head that is not in `names`.
+    Raises UserError for a parameter of the encoder or the language-model head that is not in `names`.
     """
     known = {name.hugging_face for name in names}
     known.add(TOKEN_TYPES)
     unused = [name for name in tensors if name not in known and not IGNORED.match(name)]
     unknown = [name for name in unused if CONVERTED_PARTS.match(name)]
     if unknown:
-        raise InputError(f"{directory} is not a RoBERTa or BERT: unexpected parameters {summarize_names(unknown)}")
+        raise UserError(f"{directory} is not a RoBERTa or BERT: unexpected parameters {summarize_names(unknown)}")
     heads = set()
     for name in unused:
         parts = name.split(".")
@@ -300,7 +300,7 @@ def _convert_positions(
     """
     table = parameters[POSITIONS]
     if len(table) <= unused_rows:
-        raise InputError(f"{directory}: the positional table must have more than {unused_rows} rows, got {len(table)}")
+        raise UserError(f"{directory}: the positional table must have more than {unused_rows} rows, got {len(table)}")
     if TOKEN_TYPES in tensors:
         token_types = tensors[TOKEN_TYPES]
         require_shapes(tensors, {TOKEN_TYPES: (token_types.shape[0], sizes.features)}, directory, CONFIG)

@@ -12,8 +12,8 @@ from typing import Any
 
 from lln_fairseq.conversion import to_onnx
 from lln_fairseq.conversion.directory import write_large
-from lln_fairseq.data.special_symbols import PAD
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
+from lln_fairseq.text.special_symbols import PAD
 
 # The name that optimum gives to its quantized models, and that Transformers.js loads as dtype "q8". The names of
 # sentence-transformers, such as model_qint8_avx512_vnni.onnx, state an instruction set, and this file runs on all.
@@ -28,7 +28,7 @@ def write_int8(directory: Path, config: Mapping[str, Any]) -> None:
         config: the content of config.json.
 
     Raises:
-        InputError: if the file cannot be written, or gives outputs that are not finite.
+        UserError: if the file cannot be written, or gives outputs that are not finite.
     """
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
@@ -61,4 +61,4 @@ def write_int8(directory: Path, config: Mapping[str, Any]) -> None:
             if output.dim() == 3:
                 output = output[tokens.ne(PAD)]  # the outputs at padding have no meaning
             if not output.isfinite().all():
-                raise InputError(f"{name} of {QUANTIZED_FILE} is not finite: export without --int8")
+                raise UserError(f"{name} of {QUANTIZED_FILE} is not finite: export without --int8")

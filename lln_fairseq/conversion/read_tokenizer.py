@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from lln_fairseq.conversion import tokenizer_json
-from lln_fairseq.data.reporting import DataError
-from lln_fairseq.data.special_symbols import MASK, SPECIAL_SYMBOLS
-from lln_fairseq.data.tokenizers import TOKENIZER_FILES, HuggingFaceTokenizer, make_tokenizer
-from lln_fairseq.data.vocabulary import Vocabulary
-from lln_fairseq.errors import InputError, first_line
+from lln_fairseq.errors import UserError, first_line
+from lln_fairseq.text.special_symbols import MASK, SPECIAL_SYMBOLS
+from lln_fairseq.text.tokenizers import TOKENIZER_FILES, HuggingFaceTokenizer, make_tokenizer
+from lln_fairseq.text.vocabulary import Vocabulary
 
 TOKENIZER = "tokenizer.json"
 # A tokenizer needs all files of one of these rows: any fast tokenizer, XLM-R, BERT, RoBERTa.
@@ -61,7 +60,7 @@ def read_vocabulary(directory: Path, rows: int, lower_case: bool = False) -> Sou
         lower_case: put texts into lower case first, as SentenceTransformer does.
 
     Raises:
-        InputError: if there is no tokenizer, AutoTokenizer cannot load it or has no fast tokenizer of its class, a
+        UserError: if there is no tokenizer, AutoTokenizer cannot load it or has no fast tokenizer of its class, a
             token's id has no row in the embedding, or texts would get other tokens than AutoTokenizer gives them.
     """
     tokenizer = _load_tokenizer(directory)
@@ -85,7 +84,7 @@ def read_vocabulary(directory: Path, rows: int, lower_case: bool = False) -> Sou
 
 
 def check_dictionary(files: Mapping[str, bytes], path: Path) -> None:
-    """Raise InputError if a dict.txt is malformed or lacks a token of a tokenizer.
+    """Raise UserError if a dict.txt is malformed or lacks a token of a tokenizer.
 
     Args:
         files: the contents of the tokenizer's files by name. If it is empty, nothing is checked.
@@ -95,19 +94,19 @@ def check_dictionary(files: Mapping[str, bytes], path: Path) -> None:
         if names[0] in files:
             try:
                 Vocabulary(make_tokenizer(kind, files), path.read_text(encoding="utf-8"))
-            except DataError as error:
-                raise InputError(f"{path}: {error}") from error
+            except UserError as error:
+                raise UserError(f"{path}: {error}") from error
 
 
 def _load_tokenizer(directory: Path) -> Any:
     """Return the fast tokenizer in a directory. No network is used, and no code in the directory is executed.
 
-    Raises InputError if there is none, or if it has special tokens only.
+    Raises UserError if there is none, or if it has special tokens only.
     """
     existing = {path.name for path in directory.iterdir()}
     if not any(existing.issuperset(names) for names in SOURCE_FILES):
         choices = " or ".join(" with ".join(names) for names in SOURCE_FILES)
-        raise InputError(f"{directory} has no tokenizer: it needs {choices}")
+        raise UserError(f"{directory} has no tokenizer: it needs {choices}")
     from transformers import AutoTokenizer  # here, because importing it takes seconds
 
     try:
@@ -115,21 +114,21 @@ def _load_tokenizer(directory: Path) -> Any:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # damaged files raise all kinds, and a panic in Rust is no Exception
-        raise InputError(f"{directory}: AutoTokenizer cannot load the tokenizer: {first_line(error)}") from error
+        raise UserError(f"{directory}: AutoTokenizer cannot load the tokenizer: {first_line(error)}") from error
     if not tokenizer.is_fast:
         name = type(tokenizer).__name__
-        raise InputError(f"{directory}: only fast tokenizers can be converted, but transformers has none for {name}")
+        raise UserError(f"{directory}: only fast tokenizers can be converted, but transformers has none for {name}")
     # transformers 5 makes a tokenizer without a vocabulary if the files of the class are missing or empty.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         name = type(tokenizer).__name__
-        raise InputError(f"{directory}: the files of the tokenizer hold no tokens that a {name} can read")
+        raise UserError(f"{directory}: the files of the tokenizer hold no tokens that a {name} can read")
     return tokenizer
 
 
 def _check_same_tokens(
     tokenizer: Any, converted: bytes, special_ids: Sequence[int], lower_case: bool, directory: Path
 ) -> None:
-    """Raise InputError if PROBES get other tokens from this project than from the source's tokenizer.
+    """Raise UserError if PROBES get other tokens from this project than from the source's tokenizer.
 
     The pair may have one </s> between its texts, as BERT's pairs have, where this project writes two.
 
@@ -148,8 +147,8 @@ def _check_same_tokens(
         tokens = []
         for ids in library.encode_ids(PROBES):
             tokens.append([unknown if library.symbols_by_id[number] is None else number for number in ids])
-    except DataError as error:
-        raise InputError(f"{directory}: {error}") from error
+    except UserError as error:
+        raise UserError(f"{directory}: {error}") from error
     texts = list(PROBES)
     if lower_case:
         texts = [text.lower() for text in PROBES]
@@ -162,12 +161,12 @@ def _check_same_tokens(
 
 
 def _compare_tokens(tokenizer: Any, texts: Sequence[str], expected: Sequence[list[int]], directory: Path) -> None:
-    """Raise InputError if a tokenizer of transformers gives a text or a pair none of the expected lists of ids."""
+    """Raise UserError if a tokenizer of transformers gives a text or a pair none of the expected lists of ids."""
     actual = tokenizer(*texts)["input_ids"]
     if actual in expected:
         return
     text = " and ".join(repr(text) for text in texts)
-    raise InputError(
+    raise UserError(
         f"{directory}: AutoTokenizer gives {text} the tokens {_tokens_text(tokenizer, actual)}, but a converted model "
         f"would get {_tokens_text(tokenizer, expected[0])}. If the model was trained with the latter, correct the "
         f"post_processor in {TOKENIZER}"
@@ -180,11 +179,11 @@ def _tokens_text(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def _check_ids_in_embedding(ids: Mapping[str, int], rows: int, directory: Path) -> None:
-    """Raise InputError if the embedding has no row for a token. The message names the token with the smallest id."""
+    """Raise UserError if the embedding has no row for a token. The message names the token with the smallest id."""
     outside = [(number, token) for token, number in ids.items() if not 0 <= number < rows]
     if outside:
         number, token = min(outside)
-        raise InputError(
+        raise UserError(
             f"{directory}: the tokenizer has the token {token!r} with id {number}, but the embedding has {rows} rows"
         )
 
@@ -192,14 +191,14 @@ def _check_ids_in_embedding(ids: Mapping[str, int], rows: int, directory: Path) 
 def _special_ids(ids: Mapping[str, int], directory: Path) -> list[int]:
     """Return the tokenizer's ids of <s> <pad> </s> <unk> <mask>, in this order.
 
-    Raises InputError if one of these tokens is missing or two of them have the same id.
+    Raises UserError if one of these tokens is missing or two of them have the same id.
     """
     special_ids = []
     for name in (*SPECIAL_SYMBOLS, MASK):
         token = tokenizer_json.special_token(ids, name)
         if token is None:
-            raise InputError(f"{directory}: the tokenizer has no {' or '.join(tokenizer_json.SPECIAL[name])}")
+            raise UserError(f"{directory}: the tokenizer has no {' or '.join(tokenizer_json.SPECIAL[name])}")
         special_ids.append(ids[token])
     if len(set(special_ids)) != len(special_ids):
-        raise InputError(f"{directory}: the tokenizer has special tokens with the same id: {special_ids}")
+        raise UserError(f"{directory}: the tokenizer has special tokens with the same id: {special_ids}")
     return special_ids

@@ -11,7 +11,7 @@ from typing import Any
 
 from lln_fairseq.checkpoints.pooling import POOLINGS, Pooling
 from lln_fairseq.conversion.directory import parse_json, read_json
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 
 MODULES = "modules.json"
 POOLING_FOLDER = "1_Pooling"
@@ -82,7 +82,7 @@ def read_pooling(directory: Path, features: int) -> Pooling | None:
         The pooling, or None if the directory has neither modules.json nor 1_Pooling.
 
     Raises:
-        InputError: if a file is damaged, or asks for steps or a mode that this project does not have.
+        UserError: if a file is damaged, or asks for steps or a mode that this project does not have.
     """
     path = directory / MODULES
     if not path.exists():
@@ -91,18 +91,18 @@ def read_pooling(directory: Path, features: int) -> Pooling | None:
         return Pooling(_read_mode(directory / POOLING_FOLDER / "config.json", features))
     modules = parse_json(path)
     if not isinstance(modules, list) or not all(_is_module(module) for module in modules):
-        raise InputError(f"{path} must be a list of modules with type and path")
+        raise UserError(f"{path} must be a list of modules with type and path")
     types = [module["type"].rpartition(".")[2] for module in modules]
     if types not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         steps = ", ".join(types) or "none"
-        raise InputError(
+        raise UserError(
             f"{path}: the modules must be Transformer, Pooling and perhaps Normalize, got {steps}; {ADVICE}"
         )
     model_folder = modules[0]["path"]
     folder = modules[1]["path"]
     if not _is_folder_name(model_folder) or folder != Path(folder).name:
         paths = f"{model_folder!r} and {folder!r}"
-        raise InputError(
+        raise UserError(
             f"{path}: the model must be in '' or in a folder, and its pooling in a folder next to it, got {paths}"
         )
     mode = _read_mode(directory / folder / "config.json", features)
@@ -115,25 +115,25 @@ def _is_module(module: Any) -> bool:
 
 
 def _read_mode(path: Path, features: int) -> str:
-    """Read the mode from the config.json of a pooling. Raises InputError if it cannot be used."""
+    """Read the mode from the config.json of a pooling. Raises UserError if it cannot be used."""
     config = read_json(path)
     size = config.get("embedding_dimension", config.get("word_embedding_dimension", features))
     if size != features:
-        raise InputError(f"{path}: word_embedding_dimension must be {features}, the model's hidden_size, got {size!r}")
+        raise UserError(f"{path}: word_embedding_dimension must be {features}, the model's hidden_size, got {size!r}")
     if config.get("include_prompt", True) is not True:
-        raise InputError(f"{path}: include_prompt must be true: prompts cannot be left out of the pooling; {ADVICE}")
+        raise UserError(f"{path}: include_prompt must be true: prompts cannot be left out of the pooling; {ADVICE}")
     modes = _modes(config, path)
     if len(modes) != 1:
-        raise InputError(f"{path}: there must be a single pooling mode, got {', '.join(modes) or 'none'}; {ADVICE}")
+        raise UserError(f"{path}: there must be a single pooling mode, got {', '.join(modes) or 'none'}; {ADVICE}")
     if modes[0] not in POOLINGS:
-        raise InputError(f"{path}: the pooling mode must be {' or '.join(POOLINGS)}, got {modes[0]}; {ADVICE}")
+        raise UserError(f"{path}: the pooling mode must be {' or '.join(POOLINGS)}, got {modes[0]}; {ADVICE}")
     return modes[0]
 
 
 def _modes(config: dict[str, Any], path: Path) -> list[str]:
     """Return the pooling modes that a configuration selects, in the form with a name or in the one with flags.
 
-    Raises InputError if a flag is not a bool, or the configuration has neither a name nor a flag.
+    Raises UserError if a flag is not a bool, or the configuration has neither a name nor a flag.
     """
     if "pooling_mode" in config:
         names = config["pooling_mode"]
@@ -142,10 +142,10 @@ def _modes(config: dict[str, Any], path: Path) -> list[str]:
         return [str(name)[:80] for name in names]
     flags = {name: config[name] for name in MODE_FLAGS if name in config}
     if not flags:
-        raise InputError(f"{path} states no pooling mode: it needs pooling_mode or {next(iter(MODE_FLAGS))} and others")
+        raise UserError(f"{path} states no pooling mode: it needs pooling_mode or {next(iter(MODE_FLAGS))} and others")
     for name, value in flags.items():
         if not isinstance(value, bool):
-            raise InputError(f"{path}: {name} must be true or false, got {str(value)[:80]!r}")
+            raise UserError(f"{path}: {name} must be true or false, got {str(value)[:80]!r}")
     return [MODE_FLAGS[name] for name, value in flags.items() if value]
 
 
@@ -156,7 +156,7 @@ def read_lower_case(directory: Path) -> bool:
         if path.exists():
             value = read_json(path).get("do_lower_case", False)
             if not isinstance(value, bool):
-                raise InputError(f"{path}: do_lower_case must be true or false, got {str(value)[:80]!r}")
+                raise UserError(f"{path}: do_lower_case must be true or false, got {str(value)[:80]!r}")
             return value
     return False
 
@@ -164,7 +164,7 @@ def read_lower_case(directory: Path) -> bool:
 def check_prompts(directory: Path) -> list[str]:
     """Return a note about prompts that are used only when they are named, or an empty list if there are none.
 
-    Raises InputError for a default prompt, which SentenceTransformer puts before every text.
+    Raises UserError for a default prompt, which SentenceTransformer puts before every text.
     """
     path = directory / PROMPT_CONFIG
     if not path.exists():
@@ -172,10 +172,10 @@ def check_prompts(directory: Path) -> list[str]:
     config = read_json(path)
     prompts = config.get("prompts") or {}
     if not isinstance(prompts, dict):
-        raise InputError(f"{path}: prompts must be an object, got {str(prompts)[:80]!r}")
+        raise UserError(f"{path}: prompts must be an object, got {str(prompts)[:80]!r}")
     default = str(config.get("default_prompt_name"))
     if prompts.get(default):
-        raise InputError(
+        raise UserError(
             f"{path}: the default prompt {default} ({prompts[default]!r}) would be left out: set default_prompt_name "
             "to null, and put the prompt before your texts yourself"
         )

@@ -23,11 +23,11 @@ from lln_fairseq.conversion.parameter_names import (
     head_names,
     sizes_of_parameters,
 )
-from lln_fairseq.data.special_symbols import BOS, EOS, PAD
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.models.adapt import EMBEDDING
-from lln_fairseq.modules.encoder import parse_softmax_layers
+from lln_fairseq.models.encoder import parse_softmax_layers
 from lln_fairseq.ops.moment_matching import calibration_table
+from lln_fairseq.text.special_symbols import BOS, EOS, PAD
 
 MODELING = "modeling_lln_roberta"
 # The attentions and the values of their options that the modeling file implements.
@@ -87,7 +87,7 @@ def convert_to_hugging_face(
         is_encoder: export only the encoder, without a head.
 
     Raises:
-        InputError: for an attention or an option that Hugging Face's RoBERTa and the modeling file do not support,
+        UserError: for an attention or an option that Hugging Face's RoBERTa and the modeling file do not support,
             a parameter that they do not have, or labels that do not fit the classification head.
     """
     _check_options(args, attention_options)
@@ -131,18 +131,18 @@ def longest_exported_sequence(config: Mapping[str, Any]) -> int:
 
 
 def _check_options(args: Any, attention_options: Mapping[str, Any]) -> None:
-    """Raise InputError for an attention, or an option of it or of the model, that cannot be exported."""
+    """Raise UserError for an attention, or an option of it or of the model, that cannot be exported."""
     exportable = (STOCK_ATTENTION, *MODELING_ATTENTIONS)
     if args.attention not in exportable:
-        raise InputError(f"the attention {args.attention} cannot be exported: choose from {', '.join(exportable)}")
+        raise UserError(f"the attention {args.attention} cannot be exported: choose from {', '.join(exportable)}")
     for option, required in REQUIRED_OPTIONS.items():
         value = getattr(args, option, required)
         if value != required:
-            raise InputError(f"{option}={value} cannot be exported: Hugging Face's RoBERTa supports only {required}")
+            raise UserError(f"{option}={value} cannot be exported: Hugging Face's RoBERTa supports only {required}")
     for option, supported in MODELING_OPTIONS.items():
         value = attention_options.get(option, supported[0])
         if value not in supported:
-            raise InputError(
+            raise UserError(
                 f"{option}={value} of {args.attention} cannot be exported: choose from {', '.join(supported)}"
             )
 
@@ -208,22 +208,22 @@ def _untrained_pooler(features: int) -> dict[str, Tensor]:
 
 
 def _classification_head_tensors(state: Mapping[str, Tensor], head: str, features: int) -> dict[str, Tensor]:
-    """Return the parameters of a classification head. Raises InputError if its inner size is not `features`."""
+    """Return the parameters of a classification head. Raises UserError if its inner size is not `features`."""
     tensors = {}
     for name in ("dense.weight", "dense.bias", "out_proj.weight", "out_proj.bias"):
         tensors[f"classifier.{name}"] = state[f"classification_heads.{head}.{name}"]
     inner = len(tensors["classifier.dense.bias"])
     if inner != features:
-        raise InputError(f"the classification head must have {features} inner features to be exported, got {inner}")
+        raise UserError(f"the classification head must have {features} inner features to be exported, got {inner}")
     return tensors
 
 
 def _label_config(labels: tuple[str, ...], outputs: int) -> dict[str, Any]:
-    """Return the part of config.json about labels. Raises InputError if their number is not `outputs`."""
+    """Return the part of config.json about labels. Raises UserError if their number is not `outputs`."""
     if not labels and outputs == 1:
         return {"id2label": {"0": "score"}, "label2id": {"score": 0}, "problem_type": "regression"}
     if len(labels) != outputs:
-        raise InputError(f"the classification head has {outputs} classes, but there are {len(labels)} labels")
+        raise UserError(f"the classification head has {outputs} classes, but there are {len(labels)} labels")
     return {
         "id2label": {str(i): label for i, label in enumerate(labels)},
         "label2id": {label: i for i, label in enumerate(labels)},
@@ -232,11 +232,11 @@ def _label_config(labels: tuple[str, ...], outputs: int) -> dict[str, Any]:
 
 
 def _check_nothing_is_lost(state: Mapping[str, Tensor], sizes: ModelSizes) -> None:
-    """Raise InputError if the model has a parameter, outside the heads, that Hugging Face's RoBERTa does not have."""
+    """Raise UserError if the model has a parameter, outside the heads, that Hugging Face's RoBERTa does not have."""
     exported = {name.fairseq for name in encoder_names(sizes)}
     for name in state:
         is_attention = ATTENTION_PREFIX in name
         is_head = name.startswith(("classification_heads.", HEAD))
         is_buffer = name.endswith(".version")
         if name not in exported and not is_attention and not is_head and not is_buffer:
-            raise InputError(f"the model cannot be exported: Hugging Face's RoBERTa has no parameter for {name}")
+            raise UserError(f"the model cannot be exported: Hugging Face's RoBERTa has no parameter for {name}")

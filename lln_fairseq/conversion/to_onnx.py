@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from lln_fairseq.checkpoints.pooling import Pooling, pool_hidden_states
 from lln_fairseq.conversion.directory import write_large
 from lln_fairseq.conversion.to_hugging_face import longest_exported_sequence
-from lln_fairseq.data.special_symbols import BOS, EOS, NUM_SPECIAL, PAD
-from lln_fairseq.errors import InputError, first_line
+from lln_fairseq.errors import UserError, first_line
+from lln_fairseq.text.special_symbols import BOS, EOS, NUM_SPECIAL, PAD
 
 FILE = "model.onnx"
 INPUT_NAMES = ("input_ids", "attention_mask")
@@ -74,17 +74,17 @@ class EncoderModule(nn.Module):
 
 
 def check_packages() -> None:
-    """Raise InputError if a package that the ONNX export needs is not installed."""
+    """Raise UserError if a package that the ONNX export needs is not installed."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise InputError(f"--onnx needs {', '.join(missing)}: pip install 'lln-fairseq[onnx]'")
+        raise UserError(f"--onnx needs {', '.join(missing)}: pip install 'lln-fairseq[onnx]'")
     try:
         importlib.import_module("transformers.models.roberta.modeling_roberta")
     except (ImportError, OSError, RuntimeError) as error:
         advice = ""
         if "torchaudio" in str(error):  # fairseq requires it, and transformers 5 imports it
             advice = ". It does not fit the installed torch and is not needed: pip uninstall torchaudio"
-        raise InputError(f"transformers cannot be imported: {first_line(error)}{advice}") from error
+        raise UserError(f"transformers cannot be imported: {first_line(error)}{advice}") from error
 
 
 def write_onnx(
@@ -102,7 +102,7 @@ def write_onnx(
         pooling: how an encoder computes the vector of a text; None for a model with a head.
 
     Raises:
-        InputError: if the model cannot be traced, or onnxruntime fails or its outputs differ.
+        UserError: if the model cannot be traced, or onnxruntime fails or its outputs differ.
     """
     with silence(), _modeling_without_kernels() as modeling, torch.no_grad():
         model = _load_exported_model(modeling, directory, config["architectures"][0])
@@ -125,7 +125,7 @@ def write_onnx(
                 dynamic_shapes=({0: "batch", 1: "length"},) * len(INPUT_NAMES),
             )
         except Exception as error:  # the exporter has dozens of exception classes
-            raise InputError(f"{FILE} cannot be made: {first_line(error)}") from error
+            raise UserError(f"{FILE} cannot be made: {first_line(error)}") from error
         assert program is not None  # it is None only if the exporter writes a file itself
         _remove_source_locations(program.model.graph)
         _remove_shapes_of_weights(program.model.graph)
@@ -179,7 +179,7 @@ def _random_tokens(sequences: int, length: int, vocabulary: int, padded: bool = 
 
 
 def _check_onnx_outputs(path: Path, batches: Iterator[Tensor], reference: Callable[[Tensor], Outputs]) -> None:
-    """Raise InputError if onnxruntime fails on a batch, or an output of a real token is off by more than TOLERANCE."""
+    """Raise UserError if onnxruntime fails on a batch, or an output of a real token is off by more than TOLERANCE."""
     session = None
     for tokens in batches:
         real = tokens.ne(PAD)
@@ -190,7 +190,7 @@ def _check_onnx_outputs(path: Path, batches: Iterator[Tensor], reference: Callab
                 session = open_session(path)
             outputs = run_session(session, tokens)
         except Exception as error:  # onnxruntime's exceptions have no common base class
-            raise InputError(f"onnxruntime fails with {path.name}, {batch_name}: {first_line(error)}") from error
+            raise UserError(f"onnxruntime fails with {path.name}, {batch_name}: {first_line(error)}") from error
         for name, expected in reference(tokens).items():
             actual = outputs[name]
             if expected.dim() == 3:  # the outputs at padding have no meaning
@@ -198,7 +198,7 @@ def _check_onnx_outputs(path: Path, batches: Iterator[Tensor], reference: Callab
                 expected = expected[real]
             error_size = ((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-12)).item()
             if not error_size <= TOLERANCE:
-                raise InputError(
+                raise UserError(
                     f"{path.name} gives other {name} than the model: relative error {error_size:.0e}, {batch_name}"
                 )
 

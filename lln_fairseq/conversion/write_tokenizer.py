@@ -12,9 +12,9 @@ from typing import Any
 
 from lln_fairseq.conversion import tokenizer_json
 from lln_fairseq.conversion.read_tokenizer import TOKENIZER
-from lln_fairseq.data.special_symbols import MASK, SPECIAL_SYMBOLS
-from lln_fairseq.data.tokenizers import TOKENIZER_FILES
-from lln_fairseq.errors import InputError, first_line
+from lln_fairseq.errors import UserError, first_line
+from lln_fairseq.text.special_symbols import MASK, SPECIAL_SYMBOLS
+from lln_fairseq.text.tokenizers import TOKENIZER_FILES
 
 # The roles that fairseq's special symbols have in transformers.
 ROLES = {
@@ -55,7 +55,7 @@ def convert_tokenizer(files: Mapping[str, bytes], symbols: Sequence[str], positi
         The contents of tokenizer.json, tokenizer_config.json and special_tokens_map.json by file name.
 
     Raises:
-        InputError: if the tokenizer is damaged or has a token that the dictionary lacks.
+        UserError: if the tokenizer is damaged or has a token that the dictionary lacks.
     """
     ids = {symbol: number for number, symbol in enumerate(symbols)}
     try:
@@ -69,9 +69,9 @@ def convert_tokenizer(files: Mapping[str, bytes], symbols: Sequence[str], positi
         content["normalizer"] = tokenizer_json.prepend_normalizer(join_lines, content.get("normalizer"))
         new_ids = tokenizer_json.token_ids(content)
     except KeyError as error:
-        raise InputError(f"the tokenizer does not fit the dictionary, which lacks {error}") from error
+        raise UserError(f"the tokenizer does not fit the dictionary, which lacks {error}") from error
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise InputError(f"the tokenizer is damaged: {first_line(error)}") from error
+        raise UserError(f"the tokenizer is damaged: {first_line(error)}") from error
     special_tokens = {}
     for name, roles in ROLES.items():
         for role in roles:
@@ -95,7 +95,7 @@ def convert_tokenizer(files: Mapping[str, bytes], symbols: Sequence[str], positi
 def is_approximate(files: Mapping[str, bytes]) -> bool:
     """Return True if the result of `convert_tokenizer` encodes some texts differently from the tokenizer in `files`.
 
-    This is so for a SentencePiece model that normalizes characters with a table. Raises InputError if spm.model is
+    This is so for a SentencePiece model that normalizes characters with a table. Raises UserError if spm.model is
     damaged.
     """
     if "spm.model" not in files:
@@ -164,14 +164,14 @@ def _fill_unigram_rows(rows: Mapping[int, list[Any]]) -> list[list[Any]]:
 
 
 def _parse_sentencepiece(data: bytes) -> Any:
-    """Return the protobuf message of a SentencePiece model. Raises InputError if it is damaged."""
+    """Return the protobuf message of a SentencePiece model. Raises UserError if it is damaged."""
     from sentencepiece import sentencepiece_model_pb2
 
     proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # protobuf creates it on import
     try:
         proto.ParseFromString(data)
     except Exception as error:  # protobuf has exceptions of its own
-        raise InputError(f"spm.model is damaged: {first_line(error)}") from error
+        raise UserError(f"spm.model is damaged: {first_line(error)}") from error
     return proto
 
 
@@ -184,7 +184,7 @@ def _convert_sentencepiece(data: bytes, ids: Mapping[str, int]) -> dict[str, Any
 
     Raises:
         KeyError: if the dictionary lacks a piece.
-        InputError: if the model is damaged or neither BPE nor unigram.
+        UserError: if the model is damaged or neither BPE nor unigram.
     """
     proto = _parse_sentencepiece(data)
     piece_types = proto.SentencePiece
@@ -228,7 +228,7 @@ def _convert_sentencepiece(data: bytes, ids: Mapping[str, int]) -> dict[str, Any
                 "invert": False,
             }
     else:
-        raise InputError("spm.model is neither a BPE nor a unigram model")
+        raise UserError("spm.model is neither a BPE nor a unigram model")
     return tokenizer_json.document(
         new_ids,
         model,

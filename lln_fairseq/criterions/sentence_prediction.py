@@ -11,7 +11,7 @@ from fairseq.criterions.sentence_prediction import SentencePredictionConfig
 from fairseq.logging import metrics
 from torch import Tensor, nn
 
-from lln_fairseq.criterions.scores import ClassCounts, pearson, spearman
+from lln_fairseq.scores import ClassCounts, pearson, spearman
 
 COUNTS = ("hits", "predicted", "actual")  # the fields of ClassCounts
 PREDICTIONS = ("scores", "targets")  # the predicted and the actual value of every row of a regression

@@ -60,7 +60,7 @@ def demote_details(record: logging.LogRecord) -> bool:
     return logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
 
 
-def install() -> None:
+def install_filters() -> None:
     """Add the filter to every logger in DETAILS. A second call does nothing."""
     for name in DETAILS:
         logging.getLogger(name).addFilter(demote_details)

@@ -31,9 +31,10 @@ from lln_fairseq.checkpoints import reading, saving
 from lln_fairseq.checkpoints.compatibility import check_compatibility
 from lln_fairseq.checkpoints.config import KNOWN
 from lln_fairseq.checkpoints.run_tokenizer import save_tokenizer
-from lln_fairseq.errors import InputError, exit_with_one_line, first_line, in_sweep
+from lln_fairseq.errors import UserError, first_line
 from lln_fairseq.fairseq_compat import log_filters
 from lln_fairseq.training import nan_report, settings, tensorboard
+from lln_fairseq.training.exit import exit_with_one_line, in_sweep
 from lln_fairseq.training.hooked_task import HookedTask
 from lln_fairseq.training.resume import reason_for_completion, restore_training_state
 from lln_fairseq.training.run_identity import check_same_run, load_run_checkpoint, run_origin
@@ -54,7 +55,7 @@ def install(run_worker: Callable) -> None:
     if hasattr(PathManager.copy, "__wrapped__"):
         return
     reading.allow_fairseq_checkpoints()
-    log_filters.install()
+    log_filters.install_filters()
     PathManager.copy = staticmethod(functools.wraps(PathManager.copy)(saving.atomic_copy))
     _wrap(checkpoint_utils, "torch_persistent_save", saving.save)
     _wrap(checkpoint_utils, "load_checkpoint", _load_checkpoint)
@@ -99,7 +100,7 @@ def _load_checkpoint(original: Callable, cfg: Any, trainer: Trainer, **kwargs: A
         kwargs: passed to `original`.
 
     Returns: the checkpoint's extra_state, or None for a new run, and the iterator over the batches.
-    Raises: InputError for the first check that fails.
+    Raises: UserError for the first check that fails.
     """
     settings.split_global_batch(trainer.cfg)
     settings.check_training(trainer.cfg)
@@ -151,7 +152,7 @@ def _load_into_trainer(original: Callable, trainer: Trainer, filename: str, *arg
         args, kwargs: passed to `original`.
 
     Returns: the checkpoint's extra_state with the corrections, or None if the file does not exist.
-    Raises: InputError if the checkpoint is damaged or does not fit the run, and OSError if it cannot be read.
+    Raises: UserError if the checkpoint is damaged or does not fit the run, and OSError if it cannot be read.
     """
     saved_config = None
     if os.path.isfile(filename):
@@ -164,9 +165,9 @@ def _load_into_trainer(original: Callable, trainer: Trainer, filename: str, *arg
         cause: BaseException | None = error
         if type(error) is Exception:  # fairseq's "Cannot load model parameters ...", which hides the error before it
             cause = error.__context__
-        if isinstance(cause, InputError | OSError):
+        if isinstance(cause, UserError | OSError):
             raise cause from None
-        raise InputError(
+        raise UserError(
             f"{filename} does not fit this run: {_load_error_reason(cause)}. Use the options that it was trained with, "
             "or another --save-dir (checkpoint.save_dir) if it belongs to another run"
         ) from error
@@ -211,12 +212,13 @@ def _call_main(run_worker: Callable, original: Callable, cfg: Any, main: Callabl
             return original(cfg, functools.partial(run_worker, main), *args, **kwargs)
     except ProcessExitedException as error:  # the worker has printed its error
         if in_sweep():
-            raise InputError(f"a worker ended with exit code {error.exit_code}, see above") from None
+            raise UserError(f"a worker ended with exit code {error.exit_code}, see above") from None
         raise SystemExit(error.exit_code) from None
 
 
+@exit_with_one_line()
 def _merge_with_parent(original: Callable, schema: Any, *args: Any, **kwargs: Any) -> Any:
-    """Merge options into a dataclass, and raise an InputError for an unknown option or a value of the wrong type.
+    """Merge options into a dataclass, and raise a UserError for an unknown option or a value of the wrong type.
 
     fairseq merges the options into its dataclasses after Hydra has composed them. This is too late for Hydra to report
     such an error in one line. Remove this patch once fairseq registers its dataclasses with Hydra.
@@ -233,19 +235,19 @@ def _merge_with_parent(original: Callable, schema: Any, *args: Any, **kwargs: An
     except OmegaConfBaseException as error:
         key = str(error.full_key or error.key)
         if isinstance(error, ConfigKeyError):
-            raise InputError(f"unknown option '{key}'{did_you_mean(key, schema.__dataclass_fields__)}") from None
-        raise InputError(f"option '{key}': {first_line(error)}") from None
+            raise UserError(f"unknown option '{key}'{did_you_mean(key, schema.__dataclass_fields__)}") from None
+        raise UserError(f"option '{key}': {first_line(error)}") from None
 
 
 def _excepthook(
     original: Callable, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """Print an uncaught InputError in one line. Remove this patch once fairseq-train does so.
+    """Print an uncaught UserError in one line. Remove this patch once fairseq-train does so.
 
     If --fp16 and --bf16 are both set, fairseq-train raises a ValueError whose message is about TPUs. A message about
     the two options is printed instead of it. All other exceptions are passed to `original`.
     """
-    if issubclass(kind, InputError):
+    if issubclass(kind, UserError):
         print(f"error: {error}", file=sys.stderr)
     elif kind is ValueError and str(error).startswith("Cannot combine --fp16 and --tpu"):
         print("error: --fp16 and --bf16 cannot be combined: set only one of them", file=sys.stderr)

@@ -15,11 +15,11 @@ import numpy as np
 from torch import Tensor
 
 from lln_fairseq.checkpoints.pooling import POOLINGS
-from lln_fairseq.data.files import atomic_path
-from lln_fairseq.data.text_ids import LongTextError
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
+from lln_fairseq.files import atomic_path
 from lln_fairseq.inference.predict import add_text_options, open_lines, reject_input_as_output
 from lln_fairseq.inference.text_model import load_text_model
+from lln_fairseq.text.text_ids import LongTextError
 
 
 def main(argv: list[str]) -> None:
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
     )
     args = parser.parse_args(argv)
     if args.output.exists() and not args.output.is_file():
-        raise InputError(f"--output must be a file, got {args.output}")
+        raise UserError(f"--output must be a file, got {args.output}")
     reject_input_as_output(args.input, args.output)
     with open_lines(args.input) as lines:
         model = load_text_model(args.checkpoint, args.data, args.tokenizer, args.precision)

@@ -21,9 +21,9 @@ from torch import Tensor
 from lln_fairseq.checkpoints.compatibility import is_finetuned, label_names
 from lln_fairseq.checkpoints.config import stored_options
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
-from lln_fairseq.criterions.scores import ClassCounts, pearson, spearman
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import add_precision_option, load_model, require_finite, use_precision
+from lln_fairseq.scores import ClassCounts, pearson, spearman
 
 METRIC_FORMATS = {  # in the order in which the metrics are printed
     "accuracy": "accuracy {:.2%}",
@@ -53,10 +53,10 @@ class SplitOutputs:
 
 
 def load_finetuned_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
-    """Load a fine-tuned model and its task as `load_model` does. Raises InputError also if it was not fine-tuned."""
+    """Load a fine-tuned model and its task as `load_model` does. Raises UserError also if it was not fine-tuned."""
     task_name = stored_options(load_checkpoint_lazily(checkpoint))["task"].get("_name")
     if not is_finetuned(task_name):
-        raise InputError(f"{checkpoint} was not fine-tuned: it holds a model for the task {task_name}")
+        raise UserError(f"{checkpoint} was not fine-tuned: it holds a model for the task {task_name}")
     return load_model(checkpoint, data)
 
 
@@ -70,7 +70,7 @@ def compute_outputs(model: Any, task: Any, split: str, batch_size: int = 64) -> 
         batch_size: the largest number of rows in a batch.
 
     Raises:
-        InputError: if the split cannot be loaded, a row is longer than the model takes, or the outputs for a row are
+        UserError: if the split cannot be loaded, a row is longer than the model takes, or the outputs for a row are
             not finite.
     """
     task.load_dataset(split)
@@ -89,7 +89,7 @@ def compute_outputs(model: Any, task: Any, split: str, batch_size: int = 64) -> 
 
 
 def require_short_rows(lengths: np.ndarray, longest: int, split: str) -> None:
-    """Raise InputError if a row is longer than the model takes.
+    """Raise UserError if a row is longer than the model takes.
 
     Args:
         lengths: numbers of tokens (rows,) of the first rows of the split.
@@ -98,7 +98,7 @@ def require_short_rows(lengths: np.ndarray, longest: int, split: str) -> None:
     """
     row = int(lengths.argmax())
     if lengths[row] > longest:
-        raise InputError(
+        raise UserError(
             f"row {row} of split '{split}' has {lengths[row]} tokens, but the model takes {longest}: "
             "fine-tune with task.shorten_method=truncate to cut long rows"
         )
@@ -194,11 +194,11 @@ def report_split(task: Any, outputs: SplitOutputs, json_file: Path | None, tsv_f
     the file names is replaced. `scale` is explained in `format_predictions`.
 
     Raises:
-        InputError: if the split has no labels, but scores are requested or no predictions are.
+        UserError: if the split has no labels, but scores are requested or no predictions are.
     """
     split = outputs.split
     if outputs.targets is None and (json_file or not tsv_file):
-        raise InputError(f"split '{split}' of {task.cfg.data} has no labels to score: use --predict OUT.tsv")
+        raise UserError(f"split '{split}' of {task.cfg.data} has no labels to score: use --predict OUT.tsv")
     if tsv_file:
         file = _file_of_split(tsv_file, split)
         write_predictions(file, format_predictions(task, outputs, scale))
@@ -250,7 +250,7 @@ def main(argv: list[str]) -> None:
             parser.error(f"--{option} must have {SPLIT_PLACEHOLDER} in the file's name for several splits, got {file}")
     for file in (args.json, args.predict):
         if file and not file.parent.is_dir():  # checked first, because the evaluation takes long
-            raise InputError(f"cannot write {file}: no such directory: {file.parent}")
+            raise UserError(f"cannot write {file}: no such directory: {file.parent}")
     model, task = load_finetuned_model(args.checkpoint, args.data)
     use_precision(model, args.precision)
     for split in splits:

@@ -13,12 +13,12 @@ from fairseq.utils import split_paths
 from torch import Tensor
 
 import lln_fairseq.tasks  # noqa: F401  registers the models, tasks and criterions of this package
-from lln_fairseq.checkpoints.compatibility import check_dictionary, check_labels
+from lln_fairseq.checkpoints.compatibility import check_model_dictionary, check_model_labels
 from lln_fairseq.checkpoints.reading import check_weights, load_checkpoint
 from lln_fairseq.checkpoints.run_tokenizer import directories, has_dictionary
-from lln_fairseq.errors import InputError, first_line
-from lln_fairseq.modules.linear_choice import AUTO, FLOAT32, PRECISIONS
-from lln_fairseq.modules.packing import pack_linear_layers
+from lln_fairseq.errors import UserError, first_line
+from lln_fairseq.models.linear_choice import AUTO, FLOAT32, PRECISIONS
+from lln_fairseq.models.packing import pack_linear_layers
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def load_model(checkpoint: str, data: str | None = None, dictionaries_only: bool
         The model and the task.
 
     Raises:
-        InputError: if the checkpoint is missing or damaged, its weights are not finite numbers, or the data's
+        UserError: if the checkpoint is missing or damaged, its weights are not finite numbers, or the data's
             dictionaries are missing, or its dictionary or labels differ from the checkpoint's.
     """
     overrides: dict[str, Any] = {"cpu": not torch.cuda.is_available()}
@@ -53,14 +53,14 @@ def load_model(checkpoint: str, data: str | None = None, dictionaries_only: bool
     elif data is None and dictionaries_only:
         task_config.data = _find_dictionaries(checkpoint, task_config.data)
     task = setup_task(task_config, from_checkpoint=True)
-    check_dictionary(state, task, checkpoint)
-    check_labels(state, task, checkpoint)
+    check_model_dictionary(state, task, checkpoint)
+    check_model_labels(state, task, checkpoint)
     try:
         (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([checkpoint], task=task, state=state)
-    except InputError:
+    except UserError:
         raise
     except Exception as error:  # contradictory options and tensors raise all kinds of exceptions in fairseq
-        raise InputError(f"cannot build the model of {checkpoint}: {first_line(error)}") from error
+        raise UserError(f"cannot build the model of {checkpoint}: {first_line(error)}") from error
     model.eval()
     if torch.cuda.is_available():
         model = model.cuda()
@@ -86,7 +86,7 @@ def use_precision(model: Any, precision: str) -> str:
         precision: one of `linear_choice.PRECISIONS`.
 
     Raises:
-        InputError: if the precision is unknown, or LLN_LINEAR does not fit it.
+        UserError: if the precision is unknown, or LLN_LINEAR does not fit it.
     """
     if torch.cuda.is_available() and precision not in (FLOAT32, AUTO):
         logger.warning("%s is for CPUs: on the GPU, the model computes in float32", precision)
@@ -94,7 +94,7 @@ def use_precision(model: Any, precision: str) -> str:
     try:
         return pack_linear_layers(model, model.encoder.sentence_encoder.layers, precision)
     except ValueError as error:
-        raise InputError(str(error)) from error
+        raise UserError(str(error)) from error
 
 
 def add_precision_option(parser: argparse.ArgumentParser) -> None:
@@ -108,6 +108,6 @@ def add_precision_option(parser: argparse.ArgumentParser) -> None:
 
 
 def require_finite(outputs: Tensor, input_name: str) -> None:
-    """Raise InputError if a model output is not finite; the message names the input."""
+    """Raise UserError if a model output is not finite; the message names the input."""
     if not outputs.isfinite().all():
-        raise InputError(f"the model gives NaN or infinite outputs for {input_name}: use another checkpoint")
+        raise UserError(f"the model gives NaN or infinite outputs for {input_name}: use another checkpoint")

@@ -19,12 +19,12 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from lln_fairseq.data.files import atomic_path
-from lln_fairseq.data.text import read_lines
-from lln_fairseq.data.text_ids import ON_LONG, LongTextError
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
+from lln_fairseq.files import atomic_path
 from lln_fairseq.inference.loading import add_precision_option
 from lln_fairseq.inference.text_model import Prediction, TextModel, load_text_model
+from lln_fairseq.text.lines import read_lines
+from lln_fairseq.text.text_ids import ON_LONG, LongTextError
 
 STANDARD_STREAM = "-"  # standard input or standard output
 
@@ -66,13 +66,13 @@ def predict_lines(args: argparse.Namespace) -> None:
         UserError, OSError: if a file, a line or the checkpoint cannot be used; an output file is then not written.
     """
     if args.output == STANDARD_STREAM and sys.stdout is None:
-        raise InputError("standard output is closed: give --output FILE")
+        raise UserError("standard output is closed: give --output FILE")
     reject_input_as_output(args.input, args.output)
     with ExitStack() as stack:
         lines = stack.enter_context(open_lines(args.input))
         model = load_text_model(args.checkpoint, args.data, args.tokenizer, args.precision)
         if not model.finetuned:
-            raise InputError(f"{args.checkpoint} was not fine-tuned and has no labels to predict")
+            raise UserError(f"{args.checkpoint} was not fine-tuned and has no labels to predict")
         out = stack.enter_context(_open_output(args.output))
         for line in prediction_lines(model, enumerate(lines, start=1), args.on_long):
             out.write(line + "\n")
@@ -86,7 +86,7 @@ def prediction_lines(model: TextModel, lines: Iterable[tuple[int, str]], on_long
     lines are numbered from 1.
 
     Raises:
-        InputError: if a line does not have as many columns as the model takes texts, or is too long for the model and
+        UserError: if a line does not have as many columns as the model takes texts, or is too long for the model and
             on_long="error".
     """
     lines_read = 0
@@ -120,11 +120,11 @@ def prediction_lines(model: TextModel, lines: Iterable[tuple[int, str]], on_long
 
 
 def _split_columns(line: str, number: int, inputs: int) -> list[str]:
-    """Return the texts of a line. Raises InputError if there are not `inputs` (1 or 2) of them."""
+    """Return the texts of a line. Raises UserError if there are not `inputs` (1 or 2) of them."""
     columns = line.split("\t")
     if len(columns) != inputs:
         expected = "two texts separated by a tab" if inputs == 2 else "one text without tabs"
-        raise InputError(f"line {number} must be {expected}, got {len(columns)} columns")
+        raise UserError(f"line {number} must be {expected}, got {len(columns)} columns")
     return columns
 
 
@@ -132,21 +132,21 @@ def _split_columns(line: str, number: int, inputs: int) -> list[str]:
 def open_lines(name: str) -> Iterator[Iterable[str]]:
     """Open a UTF-8 file, or standard input, and return its lines without their ends, with a progress bar.
 
-    Raises InputError if standard input is closed, and in the iteration the exceptions of `read_lines`.
+    Raises UserError if standard input is closed, and in the iteration the exceptions of `read_lines`.
     """
     if name != STANDARD_STREAM:
         with open(name, "rb") as file:
             yield tqdm(read_lines(file, name), unit=" lines", disable=None)
     elif sys.stdin is None:
-        raise InputError("standard input is closed: give --input FILE")
+        raise UserError("standard input is closed: give --input FILE")
     else:
         yield tqdm(read_lines(sys.stdin.buffer, "standard input"), unit=" lines", disable=None)
 
 
 def reject_input_as_output(input_name: str, output_name: str | Path) -> None:
-    """Raise InputError if the output would replace the file that the texts are read from."""
+    """Raise UserError if the output would replace the file that the texts are read from."""
     if os.path.isfile(input_name) and os.path.isfile(output_name) and os.path.samefile(input_name, output_name):
-        raise InputError(f"--output would replace the texts of --input, {input_name}: give another file")
+        raise UserError(f"--output would replace the texts of --input, {input_name}: give another file")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsIndex
@@ -25,10 +25,11 @@ from lln_fairseq.checkpoints.config import stored_options
 from lln_fairseq.checkpoints.pooling import POOLINGS, Pooling, pool_hidden_states, stored_pooling
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.checkpoints.run_tokenizer import check_vocabulary, directories
-from lln_fairseq.command import UserError
-from lln_fairseq.data.reporting import DataError
-from lln_fairseq.data.special_symbols import MASK, NUM_SPECIAL
-from lln_fairseq.data.text_ids import (
+from lln_fairseq.errors import UserError
+from lln_fairseq.inference.loading import load_model, require_finite, use_precision
+from lln_fairseq.models.linear_choice import FLOAT32
+from lln_fairseq.text.special_symbols import MASK, NUM_SPECIAL
+from lln_fairseq.text.text_ids import (
     CHUNK_CHARACTERS,
     LengthLimit,
     Text,
@@ -37,10 +38,7 @@ from lln_fairseq.data.text_ids import (
     split_into_chunks,
     texts_to_rows,
 )
-from lln_fairseq.data.vocabulary import load_vocabulary
-from lln_fairseq.errors import InputError
-from lln_fairseq.inference.loading import load_model, require_finite, use_precision
-from lln_fairseq.modules.linear_choice import FLOAT32
+from lln_fairseq.text.vocabulary import load_vocabulary
 
 TOKENS = "tokens"  # in place of a pooling: the vectors of all tokens
 TOKEN_CHUNK_CHARACTERS = 1 << 17  # fewer than for other outputs, because every token has a vector
@@ -81,11 +79,11 @@ class TokenVectors(NamedTuple):
 class TextModel(nn.Module):
     """A model with its task and tokenizer, as `lln_fairseq.load` returns it.
 
-    A text gets the ids that it would have in the training data. A text that cannot be encoded raises an InputError,
+    A text gets the ids that it would have in the training data. A text that cannot be encoded raises a UserError,
     which is a ValueError. All outputs are on the CPU and have no gradient.
 
     Texts that are longer than the model takes are cut (`on_long="truncate"`), and a warning, logged once per call, says
-    how many. With `on_long="error"`, the first such text raises a LongTextError, which is an InputError. `predict` and
+    how many. With `on_long="error"`, the first such text raises a LongTextError, which is a UserError. `predict` and
     `encode` raise it before the model computes anything. `predict_each` and `encode_each` raise it when they read the
     text.
 
@@ -134,7 +132,7 @@ class TextModel(nn.Module):
         the training targets.
 
         Raises:
-            InputError: if the model was not fine-tuned, `texts` is a single string, the model takes pairs but gets
+            UserError: if the model was not fine-tuned, `texts` is a single string, the model takes pairs but gets
                 texts, or the reverse, a text is too long and on_long="error", or the outputs are not finite.
         """
         self._require_labels()
@@ -174,7 +172,7 @@ class TextModel(nn.Module):
             (number of texts, C) float32, (0, C) without texts; a list of TokenVectors for pooling="tokens".
 
         Raises:
-            InputError: if `texts` is a single string or has something other than strings, an option has an unknown
+            UserError: if `texts` is a single string or has something other than strings, an option has an unknown
                 value, a text is too long and on_long="error", or the outputs are not finite.
         """
         if on_long == "error":
@@ -200,7 +198,7 @@ class TextModel(nn.Module):
         if pooling is None:
             pooling = self.pooling.mode
         if pooling not in (*POOLINGS, TOKENS):
-            raise InputError(f"pooling must be one of {', '.join(POOLINGS)}, {TOKENS}, got {pooling!r}")
+            raise UserError(f"pooling must be one of {', '.join(POOLINGS)}, {TOKENS}, got {pooling!r}")
         if normalize is None:
             normalize = self.pooling.normalize and pooling != TOKENS
         compute_features = partial(self._features, pooling=pooling, normalize=normalize)
@@ -218,26 +216,25 @@ class TextModel(nn.Module):
         returned, but still count in the softmax.
 
         Raises:
-            InputError: if the text does not have exactly one <mask>, if the text is too long and on_long="error" or the
+            UserError: if the text does not have exactly one <mask>, if the text is too long and on_long="error" or the
                 <mask> would be cut off, if k is not a whole number between 1 and the number of symbols that can be
                 returned, if the model was fine-tuned, which changes the features that the language-model head reads, or
                 if it is an encoder of sentence vectors, whose head may be untrained.
         """
         if self.finetuned:
-            raise InputError("the model was fine-tuned and cannot fill a <mask> any more: use the pre-trained one")
+            raise UserError("the model was fine-tuned and cannot fill a <mask> any more: use the pre-trained one")
         if self.is_sentence_encoder:
-            raise InputError("the model is an encoder of sentence vectors and cannot fill a <mask>: use `encode`")
+            raise UserError("the model is an encoder of sentence vectors and cannot fill a <mask>: use `encode`")
         if not isinstance(text, str) or text.count(MASK) != 1:
-            raise InputError(f"fill takes a text with one {MASK}, got {text!r:.80}")
+            raise UserError(f"fill takes a text with one {MASK}, got {text!r:.80}")
         if isinstance(k, bool) or not isinstance(k, SupportsIndex):
-            raise InputError(f"k must be a whole number, got {k!r}")
+            raise UserError(f"k must be a whole number, got {k!r}")
         left, right = text.split(MASK)
-        with _data_errors_as_input_errors():
-            ids = self.ids.encode_masked(left, right)
+        ids = self.ids.encode_masked(left, right)
         limit = LengthLimit(self.longest, on_long, name="the text")
         (ids,) = limit.apply([ids])
         if not ids.eq(self.ids.mask).any():
-            raise InputError(f"the {MASK} lies beyond the {self.longest} tokens that the model takes")
+            raise UserError(f"the {MASK} lies beyond the {self.longest} tokens that the model takes")
         _log_cut_texts(limit)
         probabilities = self._mask_probabilities(ids)
         tokenizer = self.vocabulary.tokenizer
@@ -245,7 +242,7 @@ class TextModel(nn.Module):
         text_symbols = set(tokenizer.symbols())  # the dictionary can also have fillers
         known = [number for number, symbol in enumerate(symbols) if symbol in text_symbols]
         if not 1 <= k <= len(known):
-            raise InputError(f"k must be between 1 and {len(known)}, the number of tokens, got {k}")
+            raise UserError(f"k must be between 1 and {len(known)}, the number of tokens, got {k}")
         top = probabilities[NUM_SPECIAL:][known].topk(k)
         left = left.rstrip()  # a token includes the space before it
         fillings = []
@@ -263,18 +260,17 @@ class TextModel(nn.Module):
         return logits[0][is_mask.to(self._device)][0].float().softmax(dim=-1).cpu()
 
     def _require_labels(self) -> None:
-        """Raise InputError if the model was not fine-tuned."""
+        """Raise UserError if the model was not fine-tuned."""
         if not self.finetuned:
-            raise InputError("the model was not fine-tuned and has no labels to predict")
+            raise UserError("the model was not fine-tuned and has no labels to predict")
 
     def _check_lengths(self, texts: Iterable[Any], inputs: int) -> list[Any]:
         """Return the texts, or pairs if `inputs` is 2, as a list. Raise LongTextError if one is too long."""
         _require_many(texts)
         texts = list(texts)
         limit = LengthLimit(self.longest, "error")
-        with _data_errors_as_input_errors():
-            for chunk in split_into_chunks(texts_to_rows(texts, inputs)):
-                limit.apply(self.ids.encode_rows(chunk))
+        for chunk in split_into_chunks(texts_to_rows(texts, inputs)):
+            limit.apply(self.ids.encode_rows(chunk))
         return texts
 
     def _map_texts(
@@ -294,13 +290,12 @@ class TextModel(nn.Module):
         _require_many(texts)
         limit = LengthLimit(self.longest, on_long)
         try:
-            with _data_errors_as_input_errors():
-                for chunk in split_into_chunks(texts_to_rows(texts, inputs), max_characters):
-                    samples = self.ids.encode_rows(chunk)
-                    segment_lengths = self._segment_lengths(samples)
-                    samples = limit.apply(samples)
-                    outputs = self._map_samples(samples, segment_lengths, chunk, model_function)
-                    yield from zip(chunk, outputs, strict=True)
+            for chunk in split_into_chunks(texts_to_rows(texts, inputs), max_characters):
+                samples = self.ids.encode_rows(chunk)
+                segment_lengths = self._segment_lengths(samples)
+                samples = limit.apply(samples)
+                outputs = self._map_samples(samples, segment_lengths, chunk, model_function)
+                yield from zip(chunk, outputs, strict=True)
         finally:
             _log_cut_texts(limit)
 
@@ -326,7 +321,7 @@ class TextModel(nn.Module):
         for batch in batch_by_length(samples):
             names = [f"the text {' | '.join(rows[number])!r:.80}" for number in batch]
             if len(samples[batch[0]]) == 0:
-                raise InputError(f"{names[0]} has no tokens")
+                raise UserError(f"{names[0]} has no tokens")
             tokens = collate_tokens([samples[number] for number in batch], self.task.source_dictionary.pad())
             options = {}
             if segment_lengths is not None:
@@ -374,11 +369,11 @@ class TextModel(nn.Module):
 
 
 def _require_many(texts: Any) -> None:
-    """Raise InputError if `texts` is a single string, or cannot be iterated over."""
+    """Raise UserError if `texts` is a single string, or cannot be iterated over."""
     if isinstance(texts, str):
-        raise InputError("expected a list of texts, got a single one: put it in a list")
+        raise UserError("expected a list of texts, got a single one: put it in a list")
     if not isinstance(texts, Iterable):
-        raise InputError(f"expected a list of texts, got {texts!r:.80}")
+        raise UserError(f"expected a list of texts, got {texts!r:.80}")
 
 
 def _log_cut_texts(limit: LengthLimit) -> None:
@@ -386,15 +381,6 @@ def _log_cut_texts(limit: LengthLimit) -> None:
     message = limit.message()
     if message:
         logger.warning(message)
-
-
-@contextmanager
-def _data_errors_as_input_errors() -> Iterator[None]:
-    """Turn a DataError inside the context into an InputError."""
-    try:
-        yield
-    except DataError as error:
-        raise InputError(str(error)) from error
 
 
 def load_text_model(
@@ -412,14 +398,14 @@ def load_text_model(
         data: the directory with the dictionaries of the training data. Default: the run's tokenizer directory, the
             checkpoint's directory or the training data, whichever first has dictionaries and (unless `tokenizer` is
             given) a tokenizer.
-        tokenizer: a value of `--tokenizer` of data_prep. Default: the tokenizer next to the dictionaries.
+        tokenizer: its directory or file. Default: the tokenizer next to the dictionaries.
         precision: "float32", "bfloat16" or "int8": how a CPU computes the linear layers of the encoder. A precision
             that is not faster on this processor is not used, and a warning says so. "auto" takes the fastest whose
             relative error is below 2 %. On a GPU, with gradients, and under autocast or torch.compile, the model
             computes in float32.
 
     Raises:
-        InputError: if the checkpoint is missing, damaged or for a task without text, there is no tokenizer that fits
+        UserError: if the checkpoint is missing, damaged or for a task without text, there is no tokenizer that fits
             its dictionary, or the precision is unknown.
     """
     checkpoint = os.fspath(checkpoint)
@@ -427,7 +413,7 @@ def load_text_model(
     options = stored_options(state)["task"]
     task_name = options.get("_name")
     if task_name and not is_finetuned(task_name) and "masked_lm" not in str(task_name):
-        raise InputError(f"{checkpoint} holds a model for the task {task_name}, which does not take text")
+        raise UserError(f"{checkpoint} holds a model for the task {task_name}, which does not take text")
     if data:
         places = [Path(data)]
     else:
@@ -441,7 +427,7 @@ def load_text_model(
     check_vocabulary(vocabulary, task, str(tokenizer or directory))
     check_tokenizer(state, vocabulary.identity, str(tokenizer or directory), checkpoint)
     if getattr(task.cfg, "two_towers", False):
-        raise InputError(f"{checkpoint} encodes two inputs separately (two_towers): only evaluate supports that")
+        raise UserError(f"{checkpoint} encodes two inputs separately (two_towers): only evaluate supports that")
     inputs = 2 if (directory / "input1").is_dir() else 1
     return TextModel(model, task, vocabulary, inputs, stored_pooling(state), used_precision).eval()
 
@@ -450,7 +436,7 @@ def _find_vocabulary(checkpoint: str, places: list[Path], tokenizer: Any) -> tup
     """Return the directory of the dictionaries, and the vocabulary of the tokenizer.
 
     The directory is the first of `places` with a usable tokenizer, or just the first of them if `tokenizer` is given.
-    Raises InputError with the reason for every place if no tokenizer can be used.
+    Raises UserError with the reason for every place if no tokenizer can be used.
     """
     reasons = []
     for place in places:
@@ -461,7 +447,7 @@ def _find_vocabulary(checkpoint: str, places: list[Path], tokenizer: Any) -> tup
             if tokenizer:
                 break
     reason = "; ".join(reasons) or "neither the checkpoint's directory nor its training data has a dict.txt"
-    raise InputError(
+    raise UserError(
         f"cannot turn text into the ids of {checkpoint}: {reason}. Pass the training data (--data) or a "
         "tokenizer (--tokenizer)"
     )

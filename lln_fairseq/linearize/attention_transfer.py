@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from lln_fairseq.attention import Attention
-from lln_fairseq.modules.encoder import LLNEncoderLayer
+from lln_fairseq.models.encoder import LLNEncoderLayer
 
 MIN_TEXT_LENGTH = 64  # tokens; in shorter texts, LLN+Diag is softmax in a single block
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.inference.evaluate import METRIC_FORMATS, compute_scores, require_short_rows, score_batches
 from lln_fairseq.linearize.attention_transfer import swapped_attention
 from lln_fairseq.linearize.layerwise import TOKENS_PER_BATCH
@@ -31,7 +31,7 @@ class DevScores:
             limit: the maximum number of rows to use; None for all
             known: formatted scores that were computed before, by their labels; new scores are added to it in place
 
-        Raises: InputError if a row is longer than the model allows.
+        Raises: UserError if a row is longer than the model allows.
         """
         self.model = model
         self.task = task
@@ -52,7 +52,7 @@ class DevScores:
             label: what is scored; the key in `known`
             attentions: attentions to use instead of the model's own, one per layer; None to use the model's own
 
-        Raises: InputError if an output of the model is not finite.
+        Raises: UserError if an output of the model is not finite.
         """
         if label not in self.known:
             layers = list(self.model.encoder.sentence_encoder.layers)
@@ -62,7 +62,7 @@ class DevScores:
                 samples = self._batches(f"score: {label}")
                 outputs = score_batches(self.model, self.task, self.rows.split, samples)
             if not outputs.logits.isfinite().all():
-                raise InputError(
+                raise UserError(
                     f"{label}: the classifier gives NaN or infinite outputs for split '{self.rows.split}': use another "
                     "teacher, or lower learning rates and another OUT"
                 )

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from lln_fairseq.attention import build_attention
 from lln_fairseq.attention.segments import first_segment_lengths
 from lln_fairseq.checkpoints.pooling import Pooling, pool_hidden_states
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.linearize.attention_transfer import (
     LayerwiseTrainer,
     Student,
@@ -52,7 +52,7 @@ class Students(LayerwiseTrainer):
         try:
             attentions = [build_attention(attention, **sizes, **options) for _ in self.layers]
         except ValueError as error:
-            raise InputError(str(error)) from None
+            raise UserError(str(error)) from None
         for number, module in enumerate(attentions):
             module.set_depth(number, len(attentions))
         self.students = [Student(module, teacher.num_heads, teacher.head_dim).eval() for module in attentions]
@@ -137,7 +137,7 @@ class HeldOutSet:
         try:
             tokens = texts.batch(count, length, torch.Generator().manual_seed(SEED))
         except ValueError as error:
-            raise InputError(f"the held-out text is too short: {error}") from None
+            raise UserError(f"the held-out text is too short: {error}") from None
         self.batches = tokens.split(max(1, TOKENS_PER_BATCH // length))
         self.teacher = self._vectors("teacher")
 

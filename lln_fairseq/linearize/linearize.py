@@ -33,13 +33,12 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from lln_fairseq.attention import MECHANISMS, reject_layer_mechanism
-from lln_fairseq.attention.registry import checked_config, parse_options
+from lln_fairseq.attention.registry import parse_config, parse_options
 from lln_fairseq.checkpoints.compatibility import is_finetuned
 from lln_fairseq.conversion.convert import CHECKPOINT, finetuning_command, write_converted_encoder
 from lln_fairseq.conversion.encoder import ImportedEncoder
 from lln_fairseq.conversion.from_fairseq import read_fairseq_checkpoint
-from lln_fairseq.data.checks import check_lines
-from lln_fairseq.errors import InputError, first_line, input_errors
+from lln_fairseq.errors import UserError, first_line, user_errors
 from lln_fairseq.linearize import softmax_layers, teacher
 from lln_fairseq.linearize.attention_transfer import TokenStream
 from lln_fairseq.linearize.dev_scores import DevScores, format_score
@@ -49,6 +48,7 @@ from lln_fairseq.linearize.progress import Progress
 from lln_fairseq.linearize.reports import DevReport, HeldOutReport
 from lln_fairseq.linearize.task_rows import TaskRows
 from lln_fairseq.models.lln_roberta import RobertaConfig
+from lln_fairseq.text.checks import check_lines
 from lln_fairseq.training.malloc import disable_malloc_trim
 
 HELD_OUT_COUNT = 64  # held-out texts of each length, unless --evaluate-texts gives another number
@@ -64,12 +64,12 @@ def linearize(args: argparse.Namespace) -> None:
     Args:
         args: the parsed command line; its `option` is replaced by all options of the attention, with their defaults
 
-    Raises: InputError if the options, the teacher, the data or OUT cannot be used, or if the training diverges.
+    Raises: UserError if the options, the teacher, the data or OUT cannot be used, or if the training diverges.
     """
-    with input_errors():
+    with user_errors():
         reject_layer_mechanism(args.attention, "cannot replace a teacher's attention")
         options = {**linearize_options(args.attention), **args.option}
-        args.option = vars(checked_config(args.attention, options))  # the checkpoint must state all options
+        args.option = vars(parse_config(args.attention, options))  # the checkpoint must state all options
     teacher.require_softmax(args.teacher)
     progress = Progress(args)
     if progress.complete:
@@ -97,7 +97,7 @@ class Linearization:
     def __init__(self, args: argparse.Namespace, progress: Progress) -> None:
         """Load the teacher and the data, and build the students.
 
-        Raises: InputError if the files are incompatible with each other or with the options.
+        Raises: UserError if the files are incompatible with each other or with the options.
         """
         self.args = args
         self.progress = progress
@@ -105,9 +105,9 @@ class Linearization:
         self.is_finetuned = is_finetuned(self.task.cfg._name)
         self.has_rows = self.is_finetuned and teacher.is_task_data(args.data)
         if args.evaluate_texts is not None and self.has_rows:
-            raise InputError("--evaluate-texts is for plain text as DATA: give --evaluate-rows for the rows of a task")
+            raise UserError("--evaluate-texts is for plain text as DATA: give --evaluate-rows for the rows of a task")
         if args.evaluate_rows is not None and not self.has_rows:
-            raise InputError("--evaluate-rows is for a fine-tuned TEACHER with the DATA of its task: leave it out")
+            raise UserError("--evaluate-rows is for a fine-tuned TEACHER with the DATA of its task: leave it out")
         layers = self.model.encoder.sentence_encoder.layers
         self.softmax_layers = softmax_layers.parse_layers(args.softmax_layers, len(layers), args.attention)
         self.encoder: ImportedEncoder | None = None
@@ -119,7 +119,7 @@ class Linearization:
             positions = min(positions, self.task.max_positions())
         self.longest = args.length or positions
         if self.longest > positions:
-            raise InputError(f"--length is {self.longest}, but {args.teacher} has {positions} positions")
+            raise UserError(f"--length is {self.longest}, but {args.teacher} has {positions} positions")
         self.train_data: TokenStream | TaskRows
         if self.has_rows:
             self.train_data = TaskRows(self.task, "train", self.longest)
@@ -284,24 +284,24 @@ def read_texts(data: Path, split: str, dictionary: Any) -> TokenStream:
         split: "train" or "valid"
         dictionary: the teacher's dictionary, whose symbols the data must have
 
-    Raises: InputError if the data is missing, damaged or empty, or has another dictionary.
+    Raises: UserError if the data is missing, damaged or empty, or has another dictionary.
     """
     from fairseq.data import Dictionary, data_utils
 
     directory = data / "input0" if (data / "input0").is_dir() else data
     dictionary_file = directory / "dict.txt"
     if not dictionary_file.is_file():
-        raise InputError(f"{data} is not a binarized data directory: {dictionary_file} is missing")
+        raise UserError(f"{data} is not a binarized data directory: {dictionary_file} is missing")
     check_lines(str(directory / split), dictionary_file)
     teacher_symbols = [symbol for symbol in dictionary.symbols if symbol != "<mask>"]
     if Dictionary.load(str(dictionary_file)).symbols != teacher_symbols:
-        raise InputError(f"the dictionary of {data} is not the teacher's: binarize with the teacher's tokenizer")
+        raise UserError(f"the dictionary of {data} is not the teacher's: binarize with the teacher's tokenizer")
     try:
         dataset = data_utils.load_indexed_dataset(str(directory / split), dictionary)
     except Exception as error:  # fairseq's readers raise many kinds of exceptions on damaged files
-        raise InputError(f"cannot load split '{split}' of {data}: {first_line(error)}") from error
+        raise UserError(f"cannot load split '{split}' of {data}: {first_line(error)}") from error
     if dataset is None or len(dataset) == 0:
-        raise InputError(f"{data} has no text in its split '{split}'")
+        raise UserError(f"{data} has no text in its split '{split}'")
     rows = []
     num_tokens = 0
     for number in range(len(dataset)):

@@ -13,8 +13,8 @@ from lln_fairseq.checkpoints.reading import load_plain_data, verify_checksums
 from lln_fairseq.checkpoints.saving import lock_directory
 from lln_fairseq.conversion.convert import CHECKPOINT
 from lln_fairseq.conversion.directory import save_atomically
-from lln_fairseq.data.files import data_hash, sha256_of
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
+from lln_fairseq.files import data_hash, sha256_of
 from lln_fairseq.linearize.attention_transfer import LayerwiseTrainer
 from lln_fairseq.terminal import progress_bar
 
@@ -52,7 +52,7 @@ class Progress:
         model = args.out / CHECKPOINT
         out_is_teacher = args.teacher.resolve().parent == args.out.resolve()
         if out_is_teacher or (model.exists() and not self.file.exists()):
-            raise InputError(f"{args.out} holds another model: give another OUT")
+            raise UserError(f"{args.out} holds another model: give another OUT")
         self.files_before = self._file_identities()
         if self.file.exists():
             self._load(model.exists())
@@ -78,7 +78,7 @@ class Progress:
             changeable += UNTIL_DISTILLATION
         fixed = [key for key in differing if key not in changeable]
         if fixed:
-            raise InputError(f"{self.args.out} holds a run with another {', another '.join(fixed)}: give another OUT")
+            raise UserError(f"{self.args.out} holds a run with another {', another '.join(fixed)}: give another OUT")
         self.complete = saved["complete"] and not differing and model_exists
         if "softmax_layers" not in differing:
             self.softmax_layers = saved["softmax_layers"]
@@ -90,7 +90,7 @@ class Progress:
         self.args.out.mkdir(parents=True, exist_ok=True)
         self.lock = lock_directory(self.args.out, "conversion", "OUT")
         if self._file_identities() != self.files_before:
-            raise InputError(
+            raise UserError(
                 f"another program has written {self.args.out} in the meantime: run the command again, or give another "
                 "OUT"
             )
@@ -154,13 +154,13 @@ def _without_optimizer(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def assert_finite(values: list[float], stage: str, where: str) -> None:
-    """Raise InputError if a value that a stage computed is not finite.
+    """Raise UserError if a value that a stage computed is not finite.
 
     Args:
         stage: one of LR_OPTIONS
         where: when or on what the values were computed, for the message
     """
     if not all(map(math.isfinite, values)):
-        raise InputError(
+        raise UserError(
             f"the {stage} {where} diverged to NaN or infinity: try a lower {LR_OPTIONS[stage]} and another OUT"
         )

@@ -1,6 +1,6 @@
 """Reports of linearize after each of its stages: on held-out texts, or on the dev rows of a classifier's task.
 
-Both classes have the same methods, which are called in the order of their definitions. A method raises InputError if it
+Both classes have the same methods, which are called in the order of their definitions. A method raises UserError if it
 finds that a stage has diverged.
 """
 

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.inference.evaluate import score_batches
 from lln_fairseq.linearize.attention_transfer import TokenStream, swapped_attention
 from lln_fairseq.linearize.layerwise import SEED, TOKENS_PER_BATCH, Students
 from lln_fairseq.linearize.task_rows import TaskRows
-from lln_fairseq.modules.encoder import parse_softmax_layers
+from lln_fairseq.models.encoder import parse_softmax_layers
 from lln_fairseq.terminal import progress_bar
 
 COUNT = 256  # rows or texts of the training data, on which the layers are chosen
@@ -32,18 +32,18 @@ def parse_layers(text: str, layers: int, attention: str) -> list[int] | int:
         attention: the name of the linear attention of the remaining layers
 
     Returns: the integer N for "best:N", otherwise the numbers of the layers in increasing order, counted from 0
-    Raises: InputError if the text has another form, a layer does not exist, N is 0 or larger than `layers`, or the
+    Raises: UserError if the text has another form, a layer does not exist, N is 0 or larger than `layers`, or the
         attention replaces whole layers.
     """
     best = BEST.fullmatch(text)
     if best is not None:
         if int(best[1]) > layers:
-            raise InputError(f"--softmax-layers is {text}, but the teacher has {layers} layers")
+            raise UserError(f"--softmax-layers is {text}, but the teacher has {layers} layers")
         return int(best[1])
     try:
         return list(parse_softmax_layers(text, layers, attention))
     except ValueError:
-        raise InputError(
+        raise UserError(
             f"--softmax-layers must be best:N, or numbers from 0 to {layers - 1}, separated by commas, got '{text}'"
         ) from None
 

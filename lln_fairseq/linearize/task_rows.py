@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lln_fairseq.errors import InputError, first_line
+from lln_fairseq.errors import UserError, first_line
 
 # A batch is drawn from a group of rows of similar length. The group has about this many times as many tokens.
 GROUP_BATCHES = 8
@@ -28,7 +28,7 @@ class TaskRows:
             split: "train" or "valid"
             longest: the maximum number of tokens that the model accepts; longer rows are loaded, too
 
-        Raises: InputError if the split is missing, damaged or empty, has no labels, or has no row of at most `longest`
+        Raises: UserError if the split is missing, damaged or empty, has no labels, or has no row of at most `longest`
             tokens.
         """
         self.split = split
@@ -37,17 +37,17 @@ class TaskRows:
         self.pad = task.source_dictionary.pad()
         try:
             self.dataset = task.load_dataset(split)
-        except InputError:
+        except UserError:
             raise
         except Exception as error:  # fairseq's readers raise many kinds of exceptions on damaged files
-            raise InputError(f"cannot load split '{split}' of {self.directory}: {first_line(error)}") from error
+            raise UserError(f"cannot load split '{split}' of {self.directory}: {first_line(error)}") from error
         if len(self.dataset) == 0:
-            raise InputError(f"{self.directory} has no row in its split '{split}'")
+            raise UserError(f"{self.directory} has no row in its split '{split}'")
         if "target" not in self.dataset[0]:
-            raise InputError(f"split '{split}' of {self.directory} has no labels; prepare the data again")
+            raise UserError(f"split '{split}' of {self.directory} has no labels; prepare the data again")
         self.lengths = np.maximum.reduce([np.asarray(sizes) for sizes in self.dataset.sizes])
         if self.lengths.min() > longest:
-            raise InputError(f"{self.directory} has no row of at most {longest} tokens in its split '{split}'")
+            raise UserError(f"{self.directory} has no row of at most {longest} tokens in its split '{split}'")
         self.order = self.lengths.argsort(kind="stable")  # the shortest row first
         self.ends = self.lengths[self.order].cumsum()  # tokens up to and including each row in this order
 

@@ -15,20 +15,20 @@ from lln_fairseq.checkpoints.run_tokenizer import FOLDER, directories, save_toke
 from lln_fairseq.conversion.convert import CHECKPOINT, checkpoint_at_update_0
 from lln_fairseq.conversion.directory import save_atomically
 from lln_fairseq.conversion.encoder import DICTIONARY
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models import LLNRobertaModel
 
 
 def require_softmax(teacher: Path) -> None:
-    """Raise InputError if the checkpoint cannot be read, has an attention other than softmax, or rotary positions."""
+    """Raise UserError if the checkpoint cannot be read, has an attention other than softmax, or rotary positions."""
     options = stored_options(load_checkpoint_lazily(str(teacher)))["model"]
     attention = options.get("attention", STOCK_ATTENTION)
     if attention != STOCK_ATTENTION:
-        raise InputError(f"{teacher} has {attention} attention, but a teacher must have softmax: give another TEACHER")
+        raise UserError(f"{teacher} has {attention} attention, but a teacher must have softmax: give another TEACHER")
     if options.get("rotary"):
         # The stages change queries and keys in their projections, which is before the rotation.
-        raise InputError(f"{teacher} has rotary positions, which linearize does not support: give another TEACHER")
+        raise UserError(f"{teacher} has rotary positions, which linearize does not support: give another TEACHER")
 
 
 def load_teacher(path: Path, data: Path) -> tuple[LLNRobertaModel, Any]:
@@ -47,7 +47,7 @@ def load_teacher(path: Path, data: Path) -> tuple[LLNRobertaModel, Any]:
         data: the directory DATA
 
     Returns: the model and the task
-    Raises: InputError if the checkpoint cannot be used, or if the dictionary or the labels that the task reads differ
+    Raises: UserError if the checkpoint cannot be used, or if the dictionary or the labels that the task reads differ
         from the checkpoint's.
     """
     task_name = stored_options(load_checkpoint_lazily(str(path)))["task"].get("_name")
@@ -61,7 +61,7 @@ def load_teacher(path: Path, data: Path) -> tuple[LLNRobertaModel, Any]:
     if is_finetuned(task_name):
         classes = len(label_names(task))
         if not task.cfg.regression_target and classes != task.cfg.num_classes:
-            raise InputError(f"{path} has {task.cfg.num_classes} classes, but {task.cfg.data} has {classes} labels")
+            raise UserError(f"{path} has {task.cfg.num_classes} classes, but {task.cfg.data} has {classes} labels")
     return _with_pluggable_attention(model, task), task
 
 
@@ -110,7 +110,7 @@ def write_classifier(
             of the task
         out: an existing directory
 
-    Raises: InputError if the teacher's checkpoint cannot be read or model.pt cannot be written; OSError if the
+    Raises: UserError if the teacher's checkpoint cannot be read or model.pt cannot be written; OSError if the
         tokenizer cannot be written.
     """
     teacher_state = load_checkpoint_lazily(str(teacher))

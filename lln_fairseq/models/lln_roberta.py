@@ -18,12 +18,12 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from lln_fairseq.attention import MECHANISMS
-from lln_fairseq.errors import input_errors
+from lln_fairseq.errors import user_errors
 from lln_fairseq.models.adapt import adapt_state_dict
+from lln_fairseq.models.encoder import LLNRobertaEncoder
 from lln_fairseq.models.options import attention_fields, attention_options
 from lln_fairseq.models.presets import PRESETS, SIZE_FIELDS
-from lln_fairseq.modules.encoder import LLNRobertaEncoder
-from lln_fairseq.modules.token_shards import Shard
+from lln_fairseq.models.token_shards import Shard
 
 ACTIVATIONS = ChoiceEnum(utils.get_available_activation_fns())
 DEFAULT_PRESET = "base"
@@ -142,9 +142,9 @@ class LLNRobertaModel(RobertaModel):
             task: a fairseq task with a dictionary. Its max_positions() is used if `cfg.max_positions` is None.
 
         Raises:
-            InputError: if sizes or options contradict each other.
+            UserError: if sizes or options contradict each other.
         """
-        with input_errors():
+        with user_errors():
             cfg = complete_config(cfg)
             if cfg.max_positions is None:
                 cfg.max_positions = task.max_positions()

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from lln_fairseq.ops.autograd import hybrid_attention
 from lln_fairseq.ops.backends import HybridSpec, choose_backend
-from lln_fairseq.ops.checks import check_block_size, check_dropout, check_inputs, per_head
+from lln_fairseq.ops.checks import check_block_size, check_dropout, check_inputs, scalar_per_head
 
 
 def block_diag_attention(
@@ -33,5 +33,5 @@ def block_diag_attention(
     # Triton has no kernel for block-diagonal attention without LLN.
     requested = "auto" if q.device.type == "cpu" else "torch"
     backend = choose_backend(requested, q, block_size, k, v, key_padding_mask)
-    unused = per_head(0.0, q, "alpha")  # α and β have no influence where LLN has weight 0
+    unused = scalar_per_head(0.0, q, "alpha")  # α and β have no influence where LLN has weight 0
     return hybrid_attention(q, k, v, unused, unused, key_padding_mask, spec, backend)

@@ -48,7 +48,7 @@ def check_dropout(dropout_p: float) -> None:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
 
 
-def per_head(x: float | Tensor, q: Tensor, name: str) -> Tensor:
+def scalar_per_head(x: float | Tensor, q: Tensor, name: str) -> Tensor:
     """Return a parameter of the heads, such as α, as a tensor with one value for each sequence and head.
 
     Args:

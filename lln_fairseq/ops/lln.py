@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from lln_fairseq.ops.autograd import hybrid_attention
 from lln_fairseq.ops.backends import HybridSpec, choose_backend
 from lln_fairseq.ops.block_diag import block_diag_attention
-from lln_fairseq.ops.checks import check_block_size, check_dropout, check_inputs, per_head
+from lln_fairseq.ops.checks import check_block_size, check_dropout, check_inputs, scalar_per_head
 from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.exchange import create_exchange
 from lln_fairseq.ops.global_tokens import attend_from_global_tokens, check_global_tokens
@@ -172,8 +172,8 @@ def lln_features(
     Raises: ValueError if alpha or beta does not broadcast to (B, H). Nothing else is checked.
     """
     dtype = compute_dtype(q.dtype)
-    x = per_head(alpha, q, "alpha")[..., None, None] * q.to(dtype)
-    y = per_head(beta, q, "beta")[..., None, None] * k.to(dtype)
+    x = scalar_per_head(alpha, q, "alpha")[..., None, None] * q.to(dtype)
+    y = scalar_per_head(beta, q, "beta")[..., None, None] * k.to(dtype)
     return balanced_features(x, y, key_padding_mask)
 
 
@@ -185,7 +185,7 @@ def head_offsets(mix: str, offset: float | Tensor | None, q: Tensor) -> Tensor |
         if offset is not None:
             raise ValueError(f"mix '{mix}' takes no mix_parameter")
         return None
-    return per_head(0.0 if offset is None else offset, q, "mix_parameter")
+    return scalar_per_head(0.0 if offset is None else offset, q, "mix_parameter")
 
 
 def _resolve_alpha_beta(
@@ -208,7 +208,7 @@ def _resolve_alpha_beta(
     if (alpha is None) != (beta is None):
         raise ValueError("alpha and beta must be given together or not at all")
     if alpha is not None and beta is not None:
-        return per_head(alpha, q, "alpha"), per_head(beta, q, "beta")
+        return scalar_per_head(alpha, q, "alpha"), scalar_per_head(beta, q, "beta")
     if group is None and scope == "head" and constants == "calibrated":
         return None, None
     return match_moments(q, k, mask, scope, constants, group=group)

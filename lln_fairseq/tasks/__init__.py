@@ -13,7 +13,7 @@ from lln_fairseq.tasks.sentence_prediction import LLNSentencePredictionTask
 from lln_fairseq.training import worker
 
 
-def run_worker(main: Callable, cfg: Any, **kwargs: Any) -> Any:
+def run_registered_worker(main: Callable, cfg: Any, **kwargs: Any) -> Any:
     """Run fairseq's `main` in a worker process and return its result, see `worker.run_worker`.
 
     A spawned process first imports the module of the function that it runs. This function is defined in this module so
@@ -22,6 +22,6 @@ def run_worker(main: Callable, cfg: Any, **kwargs: Any) -> Any:
     return worker.run_worker(main, cfg, **kwargs)
 
 
-patches.install(run_worker)
+patches.install(run_registered_worker)
 
 __all__ = ["LLNMaskedLMTask", "LLNSentencePredictionTask"]

@@ -10,9 +10,9 @@ from fairseq.data.shorten_dataset import maybe_shorten_dataset
 from fairseq.tasks import register_task
 from fairseq.tasks.masked_lm import MaskedLMConfig, MaskedLMTask
 
-from lln_fairseq.data.checks import check_lines, require_same_symbols
-from lln_fairseq.data.split_lines import SplitLines
-from lln_fairseq.errors import InputError, input_errors
+from lln_fairseq.errors import UserError, user_errors
+from lln_fairseq.text.checks import check_lines, require_same_symbols
+from lln_fairseq.text.split_lines import SplitLines
 from lln_fairseq.training.hooked_task import HookedTask, require_files
 from lln_fairseq.training.options import TrainingOptions
 
@@ -34,14 +34,14 @@ class LLNMaskedLMTask(HookedTask, MaskedLMTask):
     def setup_task(cls, cfg: LLNMaskedLMConfig, **kwargs: Any) -> "LLNMaskedLMTask":
         """Set up the task. All data directories must have the same dict.txt."""
         if cfg.mask_whole_words:
-            raise InputError("mask_whole_words does not work in fairseq's masked_lm: leave it out")
+            raise UserError("mask_whole_words does not work in fairseq's masked_lm: leave it out")
         if cfg.tokens_per_sample < 3:  # <s>, and the two tokens that SplitLines needs for a piece of a line
-            raise InputError(f"tokens_per_sample must be at least 3, got {cfg.tokens_per_sample}")
+            raise UserError(f"tokens_per_sample must be at least 3, got {cfg.tokens_per_sample}")
         directories = utils.split_paths(cfg.data)
         for directory in directories:
             require_files(directory, "dict.txt")
         require_same_symbols(*(Path(directory, "dict.txt") for directory in directories))
-        with input_errors():
+        with user_errors():
             return super().setup_task(cfg, **kwargs)
 
     def too_long_advice(self, limit: int) -> str:
@@ -78,7 +78,7 @@ class LLNMaskedLMTask(HookedTask, MaskedLMTask):
         check_lines(prefix, Path(directory, "dict.txt"), combine)
         lines = data_utils.load_indexed_dataset(prefix, dictionary, combine=combine)
         if lines is None:
-            raise InputError(f"cannot load split '{split}': {prefix}.idx is missing")
+            raise UserError(f"cannot load split '{split}': {prefix}.idx is missing")
         lines = maybe_shorten_dataset(lines, split, cfg.shorten_data_split_list, cfg.shorten_method, limit, cfg.seed)
         samples: BaseWrapperDataset = SplitLines(lines, limit)
         mode = str(cfg.sample_break_mode)

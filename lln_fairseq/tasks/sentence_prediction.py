@@ -21,8 +21,10 @@ from torch import Tensor
 
 from lln_fairseq.attention.segments import first_segment_lengths
 from lln_fairseq.checkpoints.compatibility import label_names, longest_sequence
-from lln_fairseq.data.checks import check_labels, check_lines, check_targets, read_symbols, require_same_symbols
-from lln_fairseq.data.sentence_inputs import (
+from lln_fairseq.errors import UserError, user_errors
+from lln_fairseq.models import LLNRobertaModel
+from lln_fairseq.text.checks import check_labels, check_lines, check_targets, read_symbols, require_same_symbols
+from lln_fairseq.text.sentence_inputs import (
     add_input,
     count_cut_rows,
     has_targets,
@@ -31,8 +33,6 @@ from lln_fairseq.data.sentence_inputs import (
     read_inputs,
     read_labels,
 )
-from lln_fairseq.errors import InputError, input_errors
-from lln_fairseq.models import LLNRobertaModel
 from lln_fairseq.training.hooked_task import HookedTask, require_files
 from lln_fairseq.training.options import TrainingOptions
 from lln_fairseq.training.worker import is_first_worker
@@ -99,28 +99,28 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
         If cfg.max_positions is None, it is set in place: to the limit of the checkpoint that --finetune-from-model
         names, or to DEFAULT_POSITIONS without that option.
 
-        Raises: InputError if a dictionary is missing or damaged, if the dictionaries of both inputs differ, if
+        Raises: UserError if a dictionary is missing or damaged, if the dictionaries of both inputs differ, if
             num_classes is not set or not the number of labels, or if init_token or separator_token is not a token id.
         """
         require_files(cfg.data, "input0/dict.txt")
         dictionaries = [Path(cfg.data, folder, "dict.txt") for folder in INPUTS]
         require_same_symbols(*(path for path in dictionaries if path.is_file()))
         if cfg.num_classes < 1:
-            raise InputError("the number of classes is missing: set --num-classes (task.num_classes)")
+            raise UserError("the number of classes is missing: set --num-classes (task.num_classes)")
         if not cfg.regression_target:
             require_files(cfg.data, "label/dict.txt")
             read_symbols(Path(cfg.data, "label/dict.txt"))
         if cfg.max_positions is None:
             cfg.max_positions = _positions_of_checkpoint(cfg) or DEFAULT_POSITIONS
-        with input_errors():
+        with user_errors():
             task = super().setup_task(cfg, **kwargs)
         largest_id = len(task.source_dictionary) - 1
         for option in ("init_token", "separator_token"):
             token = getattr(cfg, option)
             if token is not None and not 0 <= token <= largest_id:
-                raise InputError(f"task.{option} must be a token id of {cfg.data}, in [0, {largest_id}], got {token}")
+                raise UserError(f"task.{option} must be a token id of {cfg.data}, in [0, {largest_id}], got {token}")
         if not cfg.regression_target and len(task.labels) != cfg.num_classes:
-            raise InputError(
+            raise UserError(
                 f"task.num_classes must be the number of labels in {cfg.data}/label/dict.txt, {len(task.labels)} "
                 f"({', '.join(task.labels[:8])}), got {cfg.num_classes}"
             )
@@ -138,7 +138,7 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
             combine: append the data of split1, split2, ...
             kwargs: passed to fairseq's load_dataset.
 
-        Raises: InputError if files of the split are damaged, do not fit the dictionaries or have different numbers of
+        Raises: UserError if files of the split are damaged, do not fit the dictionaries or have different numbers of
             rows, if a training split has no labels, or if two_towers or strip_eos does not fit the inputs.
         """
         self._check_files(split, combine)
@@ -168,16 +168,16 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
 
         The data set is stored in self.datasets and returned. It is shuffled unless --no-shuffle is set.
 
-        Raises: InputError if input0 is missing, if two_towers is set and input1 is missing, or if strip_eos is set for
+        Raises: UserError if input0 is missing, if two_towers is set and input1 is missing, or if strip_eos is set for
             pairs without two_towers.
         """
         inputs = read_inputs(self, split, INPUTS, combine)
         if not inputs:
-            raise InputError(f"cannot load split '{split}' of {self.cfg.data}: could not find dataset: input0")
+            raise UserError(f"cannot load split '{split}' of {self.cfg.data}: could not find dataset: input0")
         if self.cfg.two_towers and len(inputs) < 2:
-            raise InputError(f"two_towers needs pairs, but split '{split}' of {self.cfg.data} has no input1")
+            raise UserError(f"two_towers needs pairs, but split '{split}' of {self.cfg.data} has no input1")
         if len(inputs) == 2 and not self.cfg.two_towers:
-            raise InputError(f"strip_eos needs two_towers for the pairs of {self.cfg.data}")
+            raise UserError(f"strip_eos needs two_towers for the pairs of {self.cfg.data}")
         dataset = make_samples(self, inputs, read_labels(self, split, combine))
         if not self.cfg.no_shuffle:
             with data_utils.numpy_seed(self.cfg.seed):
@@ -187,13 +187,13 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
         return dataset
 
     def check_validation_splits(self, splits: Sequence[str]) -> None:
-        """Raise InputError if a split has no labels, and warn if the first one is a single row of a regression.
+        """Raise UserError if a split has no labels, and warn if the first one is a single row of a regression.
 
         The splits must be loaded. The first one chooses the best checkpoint.
         """
         for split in splits:
             if not has_targets(self.dataset(split)):
-                raise InputError(
+                raise UserError(
                     f"--valid-subset (dataset.valid_subset) must name splits with labels, but split '{split}' of "
                     f"{self.cfg.data} has none: leave it out"
                 )
@@ -210,14 +210,14 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
             cfg: the options of the model.
             from_checkpoint: passed to fairseq's build_model.
 
-        Raises: InputError if two_towers is set and the model is not one of this package.
+        Raises: UserError if two_towers is set and the model is not one of this package.
         """
         if self.cfg.two_towers or "two_towers" in cfg:
             with open_dict(cfg) if OmegaConf.is_config(cfg) else nullcontext():
                 cfg.two_towers = self.cfg.two_towers
         model = super().build_model(cfg, from_checkpoint)
         if self.cfg.two_towers and not isinstance(model, LLNRobertaModel):
-            raise InputError("two_towers needs a model of this package: --arch lln_roberta_base (model._name)")
+            raise UserError("two_towers needs a model of this package: --arch lln_roberta_base (model._name)")
         return model
 
     def too_long_advice(self, limit: int) -> str:
@@ -234,7 +234,7 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
         return "batches of similar lengths: task.group_by_length=true"
 
     def _check_files(self, split: str, combine: bool) -> None:
-        """Raise InputError if the inputs or labels of a split are damaged, or if their numbers of rows differ.
+        """Raise UserError if the inputs or labels of a split are damaged, or if their numbers of rows differ.
 
         A split whose name begins with "train" must have labels. If input0 does not exist, nothing is raised, since the
         loading code reports that.
@@ -246,7 +246,7 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
         if not rows:
             return
         if (data / "input1").is_dir() and second_rows != rows:
-            raise InputError(
+            raise UserError(
                 f"split '{split}' of {data} has {rows} first and {second_rows} second sentences; prepare the data again"
             )
         if self.cfg.regression_target:
@@ -254,7 +254,7 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
         else:
             labels = check_labels(f"{data / 'label' / split}", self.cfg.num_classes, rows, combine)
         if not labels and split.startswith("train"):
-            raise InputError(f"split '{split}' of {data} has no labels; prepare the data again")
+            raise UserError(f"split '{split}' of {data} has no labels; prepare the data again")
 
     @property
     def labels(self) -> list[str]:

@@ -14,8 +14,8 @@ from fairseq.utils import split_paths
 
 from lln_fairseq.checkpoints.compatibility import dictionary_hash
 from lln_fairseq.checkpoints.reading import PLUGIN_STATE
-from lln_fairseq.data.vocabulary import recorded_identity
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
+from lln_fairseq.text.vocabulary import recorded_identity
 from lln_fairseq.training.loss_scale import LossScaleMonitor
 from lln_fairseq.training.padding_report import PaddingReport
 from lln_fairseq.training.probe import AttentionProbe
@@ -47,7 +47,7 @@ class HookedTask(FairseqTask):
 
         With `from_checkpoint`, the model is built only to load a checkpoint into it, and no group is joined.
 
-        Raises: InputError if --sequence-parallel-size is set and the model or the number of workers does not allow it.
+        Raises: UserError if --sequence-parallel-size is set and the model or the number of workers does not allow it.
         """
         model = super().build_model(cfg, from_checkpoint)
         if not from_checkpoint:
@@ -55,18 +55,18 @@ class HookedTask(FairseqTask):
         return model
 
     def load_dataset(self, split: str, *args: Any, **kwargs: Any) -> Any:
-        """Load a split as fairseq's task does. Raise InputError if its files are missing or damaged."""
+        """Load a split as fairseq's task does. Raise UserError if its files are missing or damaged."""
         try:
             return super().load_dataset(split, *args, **kwargs)
-        except InputError:
+        except UserError:
             raise
         except (FileNotFoundError, AssertionError, ValueError) as error:
             if not str(error):  # an assertion without a message is a bug, not a damaged file
                 raise
-            raise InputError(f"cannot load split '{split}' of {self.cfg.data}: {error}") from error
+            raise UserError(f"cannot load split '{split}' of {self.cfg.data}: {error}") from error
 
     def check_validation_splits(self, splits: Sequence[str]) -> None:
-        """Raise InputError if a split that is loaded cannot be used for validation. Called before training."""
+        """Raise UserError if a split that is loaded cannot be used for validation. Called before training."""
 
     def get_batch_iterator(
         self,
@@ -88,7 +88,7 @@ class HookedTask(FairseqTask):
             max_positions: the maximum number of tokens in a sample; None means no limit.
             kwargs: passed to fairseq's get_batch_iterator.
 
-        Raises: InputError if a sample has more than max_positions or max_tokens tokens. fairseq would drop it in
+        Raises: UserError if a sample has more than max_positions or max_tokens tokens. fairseq would drop it in
             training and fail in validation.
         """
         self._require_short_samples(dataset, max_positions, max_tokens)
@@ -105,11 +105,11 @@ class HookedTask(FairseqTask):
         return iterator
 
     def _require_short_samples(self, dataset: Any, *limits: int | None) -> None:
-        """Raise InputError if a sample has more tokens than the lowest of the limits. None means no limit."""
+        """Raise UserError if a sample has more tokens than the lowest of the limits. None means no limit."""
         longest = int(np.max(dataset.sizes, initial=0))  # most data sets have their sizes in a list of one array
         limit = min((limit for limit in limits if limit is not None), default=longest)
         if longest > limit:
-            raise InputError(
+            raise UserError(
                 f"a sample has {longest} tokens, but the model and --max-tokens allow at most {limit}: "
                 f"{self.too_long_advice(limit)}"
             )
@@ -193,8 +193,8 @@ class HookedTask(FairseqTask):
 
 
 def require_files(directory: str, *names: str) -> None:
-    """Raise InputError if one of the named files is missing in the directory. The message has the first such file."""
+    """Raise UserError if one of the named files is missing in the directory. The message has the first such file."""
     for name in names:
         path = Path(directory, name)
         if not path.is_file():
-            raise InputError(f"{directory} is not a binarized data directory: {path} is missing")
+            raise UserError(f"{directory} is not a binarized data directory: {path} is missing")

@@ -34,8 +34,7 @@ from lln_fairseq.checkpoints.config import (
 )
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.checkpoints.saving import LAST
-from lln_fairseq.command import UserError
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.models.lln_roberta import DEFAULT_PRESET, LLNRobertaConfig, complete_config
 from lln_fairseq.models.presets import SIZE_FIELDS
 
@@ -86,7 +85,7 @@ def missing_options(config: DictConfig) -> dict[str, Any]:
         config: a composed configuration, including the node `hydra`, whose overrides name the swept options
 
     Returns: {name of an option of the model: value}, without the options that the user has set
-    Raises: InputError if the checkpoint is missing or damaged, if it does not hold a RoBERTa, or if a sweep has several
+    Raises: UserError if the checkpoint is missing or damaged, if it does not hold a RoBERTa, or if a sweep has several
         checkpoints and any of their options differ.
     """
     overrides = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
@@ -136,7 +135,7 @@ def _initial_checkpoints(config: DictConfig, overrides: Iterable[Override]) -> l
 
     If the checkpoint of a single run no longer exists, its own last checkpoint is returned, which the run resumes from.
 
-    Raises: InputError if the checkpoint of a single run is missing and there is nothing to resume.
+    Raises: UserError if the checkpoint of a single run is missing and there is nothing to resume.
     """
     for override in overrides:
         if override.key_or_group == START and override.is_sweep_override():
@@ -151,7 +150,7 @@ def _initial_checkpoints(config: DictConfig, overrides: Iterable[Override]) -> l
     last = os.path.join(_save_dir(config), LAST)
     if os.path.isfile(last):
         return [last]
-    raise InputError(f"{START}={path}: no such checkpoint")
+    raise UserError(f"{START}={path}: no such checkpoint")
 
 
 def _save_dir(config: DictConfig) -> str:
@@ -167,12 +166,12 @@ def _save_dir(config: DictConfig) -> str:
 
 
 def _common_options(paths: Iterable[str]) -> dict[str, Any]:
-    """Return the `checkpoint_options` of the checkpoints; raise InputError if those of two checkpoints differ."""
+    """Return the `checkpoint_options` of the checkpoints; raise UserError if those of two checkpoints differ."""
     common = None
     for path in paths:
         options = checkpoint_options(path)
         if common is not None and options != common:
-            raise InputError(
+            raise UserError(
                 f"the checkpoints of a sweep must have the same sizes and attention, but {path} has others: start one "
                 "run for each of them"
             )
@@ -186,7 +185,7 @@ def checkpoint_options(path: str) -> dict[str, Any]:
     Options that are not stored have their defaults. max_positions is the longest sequence that the position embeddings
     allow. The result is empty if the checkpoint has no configuration.
 
-    Raises: InputError if the file is missing, damaged or not a fairseq checkpoint, or does not hold a RoBERTa.
+    Raises: UserError if the file is missing, damaged or not a fairseq checkpoint, or does not hold a RoBERTa.
     """
     state = load_checkpoint_lazily(path)
     if not stored_options(state)["model"]:
@@ -195,7 +194,7 @@ def checkpoint_options(path: str) -> dict[str, Any]:
     options = plain_options(model)
     name = options.get("_name") or options.get("arch")
     if ARCH_MODEL_NAME_REGISTRY[name] not in (OURS, STOCK):
-        raise InputError(f"{path} holds the model {name}, and this run trains a RoBERTa: give another {START}")
+        raise UserError(f"{path} holds the model {name}, and this run trains a RoBERTa: give another {START}")
     options.setdefault("attention", STOCK_ATTENTION)
     sizes = parameter_sizes(state["model"])
     completed = OmegaConf.create({**options, **sizes})

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from fairseq.trainer import Trainer
 
-from lln_fairseq.errors import InputError, TrainingError, first_line
+from lln_fairseq.errors import TrainingError, UserError, first_line
 
 
 def train_step(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
@@ -27,7 +27,7 @@ def train_step(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) 
     with _collect_warnings("fairseq.nan_detector") as warnings:
         try:
             return original(trainer, *args, **kwargs)
-        except InputError:  # also a FloatingPointError if it is a TrainingError, which needs no explanation
+        except UserError:  # also a FloatingPointError if it is a TrainingError, which needs no explanation
             raise
         except FloatingPointError as error:
             raise TrainingError(_explain(trainer, error, warnings)) from error

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lln_fairseq.errors import input_errors
+from lln_fairseq.errors import user_errors
 from lln_fairseq.training.worker import is_first_worker
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class AttentionProbe:
             model: the model, wrapped by fairseq if there are several workers
             updates: the number of completed updates; at the first call it is 0 unless the run is resumed
             datasets: the loaded splits by name
-        Raises: InputError if the model has no attention of this package.
+        Raises: UserError if the model has no attention of this package.
         """
         if self._start == 0.0:
             self._start = time.perf_counter()
@@ -48,7 +48,7 @@ class AttentionProbe:
 
         The arguments are as for `before_step`.
 
-        Raises: InputError if the model has no attention of this package.
+        Raises: UserError if the model has no attention of this package.
         """
         self._run_probe(model, updates, datasets)
 
@@ -74,13 +74,13 @@ class AttentionProbe:
 
         The batch comes from the first loaded split other than "train", or from "train" if no other split is loaded.
 
-        Raises: InputError if the model has no attention of this package.
+        Raises: UserError if the model has no attention of this package.
         """
         from torch.utils.tensorboard import SummaryWriter
 
         from lln_fairseq.analysis import probe  # imports scipy, which runs without the probe do not need
 
-        with input_errors():
+        with user_errors():
             probe.encoder_layers(model)
         split = "train"
         for name in datasets:

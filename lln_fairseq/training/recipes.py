@@ -5,7 +5,7 @@ configs/ is next to the package in a checkout, and inside the package in an inst
 
 from pathlib import Path
 
-from lln_fairseq.command import UserError
+from lln_fairseq.errors import UserError
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CONFIGS = PACKAGE / "configs"

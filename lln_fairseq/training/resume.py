@@ -14,7 +14,7 @@ from fairseq.trainer import Trainer
 from torch import Tensor
 
 from lln_fairseq.checkpoints.config import plain_config, plain_options
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.training.loss_scale import LossScaleMonitor
 
 ADVICE = (
@@ -109,7 +109,7 @@ def restore_training_state(trainer: Trainer, filename: str, saved_config: Any, s
         filename: path of the checkpoint
         saved_config: the configuration in the checkpoint, or None
         state: the checkpoint's extra_state; its task state and `train_iterator` are changed in place
-    Raises: InputError if Adam's state is for parameters of other shapes, or under the conditions of `batch_offset`.
+    Raises: UserError if Adam's state is for parameters of other shapes, or under the conditions of `batch_offset`.
     """
     _check_adam_state(trainer, filename)
     if trainer.cfg.ema.store_ema:  # fairseq would start at 0 again
@@ -128,10 +128,10 @@ def restore_training_state(trainer: Trainer, filename: str, saved_config: Any, s
 
 
 def _check_adam_state(trainer: Trainer, filename: str) -> None:
-    """Raise InputError if Adam's restored state is for parameters of other shapes, as after a new --max-positions."""
+    """Raise UserError if Adam's restored state is for parameters of other shapes, as after a new --max-positions."""
     for parameter, state in trainer.optimizer.optimizer.state.items():
         if "exp_avg" in state and state["exp_avg"].shape != parameter.shape:
-            raise InputError(
+            raise UserError(
                 f"the optimizer's state in {filename} is for parameters of other shapes: start without it, with "
                 "--reset-optimizer (checkpoint.reset_optimizer=true)"
             )
@@ -149,7 +149,7 @@ def batch_offset(path: str, saved_config: Any, done: int, cfg: Any) -> int:
         saved_config: the configuration in the checkpoint; if it is None, `done` is returned unchanged
         done: number of batches that each worker of the saved run had processed in the epoch
         cfg: the configuration of the current run
-    Raises: InputError in the middle of an epoch (done > 0) if dataset.batch_size or dataset.max_tokens differs, or if
+    Raises: UserError in the middle of an epoch (done > 0) if dataset.batch_size or dataset.max_tokens differs, or if
         the number of workers differs and the processed batches cannot be divided among them, which is always so with
         dataset.grouped_shuffling.
     """
@@ -160,14 +160,14 @@ def batch_offset(path: str, saved_config: Any, done: int, cfg: Any) -> int:
     dataset = plain_options(config["dataset"])
     for key in ("batch_size", "max_tokens"):
         if saved_dataset.get(key) != dataset[key]:
-            raise InputError(
+            raise UserError(
                 f"{path} was saved in the middle of an epoch with dataset.{key} = {saved_dataset.get(key)}, but this "
                 f"run has {dataset[key]}: keep the old value {ADVICE}"
             )
     shards = count_data_shards(config)
     saved_shards = count_data_shards(saved_config) or shards
     if saved_shards != shards and (done * saved_shards % shards or dataset["grouped_shuffling"]):
-        raise InputError(
+        raise UserError(
             f"{path} was saved in the middle of an epoch with {saved_shards} workers, and the rest of the epoch cannot "
             f"be divided among {shards} workers: keep their number {ADVICE}"
         )

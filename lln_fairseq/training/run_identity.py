@@ -27,8 +27,8 @@ from lln_fairseq.checkpoints.config import (
 )
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, plugin_state
 from lln_fairseq.checkpoints.saving import LAST
-from lln_fairseq.data.files import data_hash, sha256_of
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
+from lln_fairseq.files import data_hash, sha256_of
 
 # All options of these groups are compared, except for the options listed here: those may change when a run resumes.
 MAY_CHANGE = {
@@ -77,7 +77,7 @@ def load_run_checkpoint(cfg: DictConfig) -> dict[str, Any] | None:
 
     Args:
         cfg: fairseq's checkpoint options
-    Raises: InputError if the checkpoint is damaged.
+    Raises: UserError if the checkpoint is damaged.
     """
     path = Path(cfg.restore_file)
     if cfg.restore_file == LAST:
@@ -88,7 +88,7 @@ def load_run_checkpoint(cfg: DictConfig) -> dict[str, Any] | None:
 
 
 def check_same_run(cfg: DictConfig, state: Mapping[str, Any] | None, labels: Sequence[str]) -> None:
-    """Raise InputError if a run would be resumed with other settings, data or labels, or another initial model.
+    """Raise UserError if a run would be resumed with other settings, data or labels, or another initial model.
 
     Nothing is checked for a new run (`state` is None) or if the optimizer, the learning rate schedule or the data
     loader is reset. A hash that the checkpoint lacks is not checked. With --reset-meters, the metric that chooses the
@@ -115,7 +115,7 @@ def check_same_run(cfg: DictConfig, state: Mapping[str, Any] | None, labels: Seq
     if "start" in origin and _has_other_start(options, origin["start"], saved):
         changes.append("another initial model (checkpoint.finetune_from_model)")
     if changes:
-        raise InputError(
+        raise UserError(
             f"{options.save_dir} holds another run: {'; '.join(changes)}. Restore the old settings, or choose another "
             "--save-dir (checkpoint.save_dir)"
         )

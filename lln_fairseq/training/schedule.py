@@ -6,7 +6,7 @@ from typing import Any
 from fairseq.optim.lr_scheduler.polynomial_decay_schedule import PolynomialDecayLRSchedule
 from fairseq.trainer import Trainer
 
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 
 
 def plan_schedule(trainer: Trainer, batches: int) -> None:
@@ -19,20 +19,20 @@ def plan_schedule(trainer: Trainer, batches: int) -> None:
         trainer: fairseq's trainer, with the state of the checkpoint if the run is resumed
         batches: the number of batches of one worker in an epoch
 
-    Raises: InputError if the fraction is not in [0, 1), the scheduler is not polynomial_decay, or the number of updates
+    Raises: UserError if the fraction is not in [0, 1), the scheduler is not polynomial_decay, or the number of updates
         is not limited.
     """
     fraction = getattr(trainer.cfg.task, "warmup_fraction", None)
     if fraction is None:
         return
     if not 0 <= fraction < 1:
-        raise InputError(f"--warmup-fraction (task.warmup_fraction) must be at least 0 and less than 1, got {fraction}")
+        raise UserError(f"--warmup-fraction (task.warmup_fraction) must be at least 0 and less than 1, got {fraction}")
     scheduler = trainer.lr_scheduler
     if not isinstance(scheduler, PolynomialDecayLRSchedule):
-        raise InputError("--warmup-fraction (task.warmup_fraction) needs --lr-scheduler polynomial_decay")
+        raise UserError("--warmup-fraction (task.warmup_fraction) needs --lr-scheduler polynomial_decay")
     updates = total_updates(trainer.cfg, batches)
     if math.isinf(updates):
-        raise InputError("--warmup-fraction (task.warmup_fraction) needs --max-epoch or --max-update")
+        raise UserError("--warmup-fraction (task.warmup_fraction) needs --max-epoch or --max-update")
     scheduler.total_num_update = updates
     scheduler.cfg.warmup_updates = round(fraction * updates)
     trainer.lr_step_update()

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lln_fairseq.attention import ATTENTION_REGISTRY, Attention, reject_layer_mechanism
-from lln_fairseq.errors import InputError, input_errors
-from lln_fairseq.modules.token_shards import create_neighbor_group, cut_batch
+from lln_fairseq.errors import UserError, user_errors
+from lln_fairseq.models.token_shards import create_neighbor_group, cut_batch
 
 UNSUPPORTED = (
     "cannot split a sequence across workers: leave out --sequence-parallel-size (task.sequence_parallel_size), or "
@@ -34,13 +34,13 @@ class SequenceParallelism:
 
         Do nothing with --sequence-parallel-size 1 or with a single worker.
 
-        Raises: InputError if the model cannot split its sequences across workers, or if the number of workers is not a
+        Raises: UserError if the model cannot split its sequences across workers, or if the number of workers is not a
             multiple of --sequence-parallel-size.
         """
         size = self.cfg.sequence_parallel_size
         if size > 1 and dist.is_initialized():
             self.multiple = shard_multiple(model)
-            with input_errors():
+            with user_errors():
                 self.group = create_neighbor_group(size)
 
     def merge_data_shards(self, options: dict[str, Any]) -> None:
@@ -82,27 +82,27 @@ def shard_multiple(model: Any) -> int:
 
     The length of every shard but the last must be a multiple of this number of tokens.
 
-    Raises: InputError if the model cannot split its sequences across workers.
+    Raises: UserError if the model cannot split its sequences across workers.
     """
-    with input_errors():
+    with user_errors():
         reject_layer_mechanism(getattr(model.args, "attention", ""), UNSUPPORTED)
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     if not attentions:
-        raise InputError("--sequence-parallel-size needs a model of this package (--arch lln_roberta_...)")
+        raise UserError("--sequence-parallel-size needs a model of this package (--arch lln_roberta_...)")
     if getattr(model.args, "encoder_layerdrop", 0):
-        raise InputError(
+        raise UserError(
             "--sequence-parallel-size does not work with --encoder-layerdrop: the workers of a sequence would drop "
             "different layers"
         )
     if getattr(model.args, "pooling", "first") != "first" or getattr(model.args, "two_towers", False):
-        raise InputError(
+        raise UserError(
             "--sequence-parallel-size needs --pooling first and no --two-towers: only the first token is classified, "
             "by the worker that holds it"
         )
     multiples = []
     for attention in attentions:
         if attention.shard_multiple is None:
-            raise InputError(f"attention {_describe_attention(attention)} {UNSUPPORTED}")
+            raise UserError(f"attention {_describe_attention(attention)} {UNSUPPORTED}")
         multiples.append(attention.shard_multiple)
     return max(multiples)
 

@@ -16,7 +16,7 @@ from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.attention.registry import did_you_mean
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION
 from lln_fairseq.checkpoints.saving import LAST
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 
 HYDRA_LOGGING = "job_logging_cfg"  # fairseq copies Hydra's settings there
 PROBABILITY = (0, 1)
@@ -71,7 +71,7 @@ TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")  # fairseq recog
 
 
 def check_configuration(cfg: Any) -> None:
-    """Raise InputError for the first wrong setting that can be found without reading files.
+    """Raise UserError for the first wrong setting that can be found without reading files.
 
     Args:
         cfg: the whole configuration of any fairseq program; in programs that do not train, `model` is None, and only
@@ -89,14 +89,14 @@ def check_configuration(cfg: Any) -> None:
 
 
 def check_training(cfg: Any) -> None:
-    """Raise InputError for the first wrong setting of the attention, the checkpoint to start from, or the probe."""
+    """Raise UserError for the first wrong setting of the attention, the checkpoint to start from, or the probe."""
     check_attention(cfg)
     check_restore_file(cfg)
     check_probe(cfg)
 
 
 def check_known_options(cfg: Any) -> None:
-    """Raise InputError for a group or an option that fairseq does not have, such as +common.sede=3.
+    """Raise UserError for a group or an option that fairseq does not have, such as +common.sede=3.
 
     Hydra accepts any name after a +. The options of models, tasks and other groups that have a `_name` are not checked:
     fairseq rejects unknown ones, unless their class has no dataclass.
@@ -106,7 +106,7 @@ def check_known_options(cfg: Any) -> None:
         if group == HYDRA_LOGGING or OmegaConf.is_missing(cfg, group):
             continue
         if group not in groups:
-            raise InputError(f"unknown group of options '{group}'{did_you_mean(group, groups)}")
+            raise UserError(f"unknown group of options '{group}'{did_you_mean(group, groups)}")
         options = cfg[group]
         if not isinstance(options, Mapping):
             continue
@@ -118,11 +118,11 @@ def check_known_options(cfg: Any) -> None:
             continue
         for option in options:
             if option not in known:
-                raise InputError(f"unknown option '{group}.{option}'{did_you_mean(option, known)}")
+                raise UserError(f"unknown option '{group}.{option}'{did_you_mean(option, known)}")
 
 
 def check_ranges(cfg: Any) -> None:
-    """Raise InputError for a number outside its range in RANGES. None and missing options are not checked."""
+    """Raise UserError for a number outside its range in RANGES. None and missing options are not checked."""
     for option, (lowest, highest) in RANGES.items():
         group, key = option.split(".")
         value = getattr(cfg.get(group), key, None)
@@ -131,26 +131,26 @@ def check_ranges(cfg: Any) -> None:
             if number is None or lowest <= number <= highest:
                 continue
             if highest == math.inf:
-                raise InputError(f"{option} must be at least {lowest}, got {number}")
-            raise InputError(f"{option} must be in [{lowest}, {highest}], got {number}")
+                raise UserError(f"{option} must be at least {lowest}, got {number}")
+            raise UserError(f"{option} must be in [{lowest}, {highest}], got {number}")
 
 
 def check_trainable(cfg: Any) -> None:
-    """Raise InputError for a fairseq option that makes training fail, and for a mask_prob outside (0, 1).
+    """Raise UserError for a fairseq option that makes training fail, and for a mask_prob outside (0, 1).
 
     A mask_prob that is missing or None, as in a task without masks, is accepted.
     """
     for option, reason in NOT_TRAINABLE.items():
         group, key = option.split(".")
         if getattr(cfg.get(group), key, None):
-            raise InputError(f"{option} does not work in training: {reason}")
+            raise UserError(f"{option} does not work in training: {reason}")
     mask_prob = getattr(cfg.task, "mask_prob", None)
     if mask_prob is not None and not 0 < mask_prob < 1:
-        raise InputError(f"task.mask_prob must be more than 0 and less than 1, got {mask_prob}")
+        raise UserError(f"task.mask_prob must be more than 0 and less than 1, got {mask_prob}")
 
 
 def check_best_metric(cfg: Any) -> None:
-    """Raise InputError if best_checkpoint_metric does not exist, or `maximize` has the wrong value for it.
+    """Raise UserError if best_checkpoint_metric does not exist, or `maximize` has the wrong value for it.
 
     Whether it exists is checked only for the criterion lln_sentence_prediction. With other criterions, a metric that is
     in neither LOWER_IS_BETTER nor HIGHER_IS_BETTER is accepted. Without validation, nothing is checked.
@@ -163,13 +163,13 @@ def check_best_metric(cfg: Any) -> None:
         check_sentence_prediction_metric(cfg)
     option = "--maximize-best-checkpoint-metric (checkpoint.maximize_best_checkpoint_metric)"
     if metric in LOWER_IS_BETTER and maximize:
-        raise InputError(f"{option} must be false for {metric} (checkpoint.best_checkpoint_metric), got true")
+        raise UserError(f"{option} must be false for {metric} (checkpoint.best_checkpoint_metric), got true")
     if metric in HIGHER_IS_BETTER and not maximize:
-        raise InputError(f"{option} must be true for {metric} (checkpoint.best_checkpoint_metric), got false")
+        raise UserError(f"{option} must be true for {metric} (checkpoint.best_checkpoint_metric), got false")
 
 
 def check_sentence_prediction_metric(cfg: Any) -> None:
-    """Raise InputError if best_checkpoint_metric is not one that lln_sentence_prediction logs for the task.
+    """Raise UserError if best_checkpoint_metric is not one that lln_sentence_prediction logs for the task.
 
     Call this only if `cfg` has that criterion.
     """
@@ -183,14 +183,14 @@ def check_sentence_prediction_metric(cfg: Any) -> None:
         if cfg.task.num_classes != 2:
             names.remove("f1")
     if metric not in names:
-        raise InputError(
+        raise UserError(
             f"--best-checkpoint-metric (checkpoint.best_checkpoint_metric) must be one of {', '.join(names)} for "
             f"{kind}, got {metric}"
         )
 
 
 def check_patience(cfg: Any) -> None:
-    """Raise InputError if patience is set and some validations are not followed by a save.
+    """Raise UserError if patience is set and some validations are not followed by a save.
 
     The best model could be at such a validation and be lost. Intervals are checked both in updates and in epochs.
     """
@@ -202,7 +202,7 @@ def check_patience(cfg: Any) -> None:
         if validate_interval <= 0:
             continue
         if save_interval == 0 or validate_interval % save_interval:
-            raise InputError(
+            raise UserError(
                 "--patience (checkpoint.patience) needs a checkpoint of every validation: set "
                 f"checkpoint.save_interval{unit} to {validate_interval}, as dataset.validate_interval{unit}, got "
                 f"{save_interval}"
@@ -210,7 +210,7 @@ def check_patience(cfg: Any) -> None:
 
 
 def check_attention(cfg: Any) -> None:
-    """Raise InputError if the configuration selects an attention for a model of fairseq, which would ignore it.
+    """Raise UserError if the configuration selects an attention for a model of fairseq, which would ignore it.
 
     Softmax, which fairseq's models use, and unknown names of attentions and models are accepted.
     """
@@ -223,14 +223,14 @@ def check_attention(cfg: Any) -> None:
     alternative = f"lln_{name}"
     if alternative not in ARCH_MODEL_NAME_REGISTRY:
         alternative = "lln_roberta_base"
-    raise InputError(
+    raise UserError(
         f"model._name={name} is fairseq's own model and supports only attention {STOCK_ATTENTION}, got {attention}: "
         f"use model._name={alternative}, whose attention is set by --attention (model.attention)"
     )
 
 
 def check_devices(cfg: Any) -> None:
-    """Raise InputError for more workers than GPUs, and for workers of torchrun that would train independently.
+    """Raise UserError for more workers than GPUs, and for workers of torchrun that would train independently.
 
     Nothing is checked under SLURM or if distributed_init_method is set, because workers can then run on other machines.
     """
@@ -243,7 +243,7 @@ def check_devices(cfg: Any) -> None:
     if all(name in os.environ for name in TORCHRUN):
         started = int(os.environ["WORLD_SIZE"])
         if started > workers == 1:
-            raise InputError(
+            raise UserError(
                 f"torchrun started {started} workers, but each would train independently: set {option} to {started}"
             )
         local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -255,22 +255,22 @@ def check_devices(cfg: Any) -> None:
         local_workers = workers
         advice = f"set {option} to at most {max(devices, 1)}"
     if workers > 1 and local_workers > devices:
-        raise InputError(f"{local_workers} workers on this machine need a GPU each, but it has {devices}: {advice}")
+        raise UserError(f"{local_workers} workers on this machine need a GPU each, but it has {devices}: {advice}")
 
 
 def check_sequence_parallel(cfg: Any) -> None:
-    """Raise InputError if the workers cannot be divided into groups of --sequence-parallel-size."""
+    """Raise UserError if the workers cannot be divided into groups of --sequence-parallel-size."""
     size = getattr(cfg.get("task"), "sequence_parallel_size", 1)
     workers = cfg.distributed_training.distributed_world_size
     if size < 1 or workers % size:
-        raise InputError(
+        raise UserError(
             f"--sequence-parallel-size (task.sequence_parallel_size) must divide the number of workers, {workers} "
             f"(--distributed-world-size), got {size}"
         )
 
 
 def check_restore_file(cfg: Any) -> None:
-    """Raise InputError if --finetune-from-model or --restore-file would not do what its user expects.
+    """Raise UserError if --finetune-from-model or --restore-file would not do what its user expects.
 
     fairseq trains from scratch if the --restore-file is missing. If it is in another directory than save_dir, fairseq
     loads it again whenever the run is restarted, and overwrites its progress.
@@ -280,34 +280,34 @@ def check_restore_file(cfg: Any) -> None:
     pretrained = cfg.checkpoint.finetune_from_model
     last = os.path.join(save_dir, LAST)
     if pretrained and not os.path.isfile(last) and not PathManager.isfile(pretrained):
-        raise InputError(f"--finetune-from-model {pretrained}: no such checkpoint")
+        raise UserError(f"--finetune-from-model {pretrained}: no such checkpoint")
     if restore_file == LAST:
         return
     if not PathManager.isfile(restore_file):
-        raise InputError(
+        raise UserError(
             f"--restore-file {restore_file}: no such file; to resume a run, give only its --save-dir "
             "(checkpoint.save_dir)"
         )
     in_other_directory = os.path.dirname(os.path.abspath(restore_file)) != os.path.abspath(save_dir)
     if in_other_directory and os.path.isfile(last):
-        raise InputError(
+        raise UserError(
             f"{last} exists, and a run from --restore-file {restore_file} would overwrite it: use "
             "--finetune-from-model instead, which resumes from it, or another --save-dir"
         )
 
 
 def check_precision(cfg: Any) -> None:
-    """Raise InputError for two kinds of half precision, and for one that fairseq ignores or the device cannot run.
+    """Raise UserError for two kinds of half precision, and for one that fairseq ignores or the device cannot run.
 
     bf16 and fp16 with memory_efficient_fp16 or fp16_no_flatten_grads work without a GPU; amp and plain fp16 do not.
     """
     common = cfg.common
     kinds = [kind for kind in ("fp16", "bf16", "amp") if common[kind]]
     if len(kinds) > 1:
-        raise InputError(f"{' and '.join(kinds)} cannot be combined: set only one of them (common.{kinds[0]}=false)")
+        raise UserError(f"{' and '.join(kinds)} cannot be combined: set only one of them (common.{kinds[0]}=false)")
     for kind in ("fp16", "bf16"):
         if common[f"memory_efficient_{kind}"] and not common[kind]:
-            raise InputError(f"memory_efficient_{kind} without {kind} trains in float32: set common.{kind}=true too")
+            raise UserError(f"memory_efficient_{kind} without {kind} trains in float32: set common.{kind}=true too")
     if not common.cpu and torch.cuda.is_available():
         return
     # With flat gradients, fairseq allocates the float32 parameters of fp16 on the current GPU.
@@ -319,23 +319,23 @@ def check_precision(cfg: Any) -> None:
         reason = "there is none"
         advice = ", or choose run=cpu"
     if common.amp:
-        raise InputError(f"amp needs a GPU, but {reason}: leave amp out (common.amp=false{advice})")
+        raise UserError(f"amp needs a GPU, but {reason}: leave amp out (common.amp=false{advice})")
     if is_flat_fp16:
-        raise InputError(f"fp16 needs a GPU, but {reason}: leave fp16 out (common.fp16=false{advice})")
+        raise UserError(f"fp16 needs a GPU, but {reason}: leave fp16 out (common.fp16=false{advice})")
 
 
 def check_probe(cfg: Any) -> None:
-    """Raise InputError if --probe-interval is set, but the probe cannot run with the other settings."""
+    """Raise UserError if --probe-interval is set, but the probe cannot run with the other settings."""
     if not getattr(cfg.task, "probe_interval", 0):
         return
     if cfg.task.probe_interval < 0:
-        raise InputError(f"task.probe_interval must be 0 (never) or more, got {cfg.task.probe_interval}")
+        raise UserError(f"task.probe_interval must be 0 (never) or more, got {cfg.task.probe_interval}")
     if cfg.task.probe_sequences < 1:
-        raise InputError(f"task.probe_sequences must be at least 1, got {cfg.task.probe_sequences}")
+        raise UserError(f"task.probe_sequences must be at least 1, got {cfg.task.probe_sequences}")
     if not cfg.common.tensorboard_logdir:
-        raise InputError("--probe-interval writes to TensorBoard: set --tensorboard-logdir DIRECTORY too")
+        raise UserError("--probe-interval writes to TensorBoard: set --tensorboard-logdir DIRECTORY too")
     if cfg.distributed_training.ddp_backend == "fully_sharded":
-        raise InputError("--probe-interval does not work with --ddp-backend fully_sharded, which splits the parameters")
+        raise UserError("--probe-interval does not work with --ddp-backend fully_sharded, which splits the parameters")
 
 
 def split_global_batch(cfg: Any) -> None:
@@ -345,7 +345,7 @@ def split_global_batch(cfg: Any) -> None:
     is lowered if a device's share of the global batch is smaller. If update_freq is [1] and the global batch is
     divisible by the number of workers, update_freq is computed; any other update_freq is kept and checked.
 
-    Raises: InputError if batch_size x update_freq x workers (groups of them, with sequence parallelism) is not the
+    Raises: UserError if batch_size x update_freq x workers (groups of them, with sequence parallelism) is not the
         global batch, or batch_size is not set.
     """
     global_batch = getattr(cfg.task, "global_batch", None)
@@ -365,7 +365,7 @@ def split_global_batch(cfg: Any) -> None:
         if batch_size is not None:
             product = batch_size * frequency * groups
         if product != global_batch:
-            raise InputError(
+            raise UserError(
                 f"task.global_batch is {global_batch} sequences per update, but dataset.batch_size {batch_size} x "
                 f"optimization.update_freq {frequency} x {groups} {unit} is {product}: change one of them, or the "
                 "recipe"

@@ -11,9 +11,9 @@ from fairseq.trainer import Trainer
 
 from lln_fairseq.checkpoints.compatibility import option_value
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION, config_yaml, plain_options, softmax_layers
-from lln_fairseq.data.files import write_bytes
+from lln_fairseq.files import write_bytes
+from lln_fairseq.models.linear_choice import bfloat16_speed
 from lln_fairseq.models.options import attention_options
-from lln_fairseq.modules.linear_choice import bfloat16_speed
 from lln_fairseq.training.padding_report import row_lengths
 from lln_fairseq.training.schedule import total_updates
 from lln_fairseq.training.worker import is_first_worker
@@ -35,7 +35,7 @@ def log_summary(trainer: Trainer, iterator: EpochBatchIterating) -> None:
         return
     cfg = trainer.cfg
     if not cfg.checkpoint.no_save:
-        write_configuration(cfg)
+        save_configuration(cfg)
     for name, value in summary(trainer, iterator):
         logger.info(f"{name:<11}{value}")
 
@@ -62,7 +62,7 @@ def summary(trainer: Trainer, iterator: EpochBatchIterating) -> list[tuple[str, 
     return lines
 
 
-def write_configuration(cfg: Any) -> None:
+def save_configuration(cfg: Any) -> None:
     """Write the whole configuration of a run to SAVE_DIR/config.yaml; a resumed run replaces the file."""
     write_bytes(Path(cfg.checkpoint.save_dir, CONFIGURATION), config_yaml(cfg).encode())
 

@@ -16,7 +16,8 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from lln_fairseq.errors import InputError, full_errors
+from lln_fairseq.errors import UserError
+from lln_fairseq.training.exit import full_errors
 
 SAVE_DIR = "checkpoint.save_dir"
 
@@ -58,7 +59,7 @@ class Sweep(Callback):
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Print the error of a failed job, and let Hydra start the next job.
 
-        A traceback is printed if the error is not an InputError. The status and the result of the job are changed in
+        A traceback is printed if the error is not a UserError. The status and the result of the job are changed in
         place: as in fairseq, a failed job returns infinity, so that a sweeper that minimizes the result avoids it.
 
         Do nothing outside a sweep, or if the launcher runs the job in a process of its own. Hydra then reports the
@@ -71,7 +72,7 @@ class Sweep(Callback):
             return
         directory = OmegaConf.select(config, SAVE_DIR)
         error = job_return._return_value
-        if not isinstance(error, InputError) or full_errors():
+        if not isinstance(error, UserError) or full_errors():
             traceback.print_exception(error)
         print(f"error: {directory}: {error}", file=sys.stderr)
         self.failed.append(directory)

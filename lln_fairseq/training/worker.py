@@ -3,6 +3,7 @@
 import atexit
 import multiprocessing
 import queue
+import re
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ from fairseq.distributed import utils as distributed_utils
 
 from lln_fairseq import command
 from lln_fairseq.checkpoints.saving import lock_directory
-from lln_fairseq.errors import InputError, report_lost_workers
+from lln_fairseq.errors import TrainingError, UserError, first_line
 from lln_fairseq.training import resume
 from lln_fairseq.training.malloc import disable_malloc_trim
 
@@ -33,7 +34,7 @@ def run_worker(main: Callable, cfg: Any, **kwargs: Any) -> Any:
         main: fairseq's `main`
         cfg: the whole configuration of the run
         kwargs: further arguments of `main`
-    Raises: InputError if `main` raises it, or TrainingError if another worker is lost. A spawned worker instead prints
+    Raises: UserError if `main` raises it, or TrainingError if another worker is lost. A spawned worker instead prints
         the message as one line and exits with code 1.
     """
     parent: Any = multiprocessing.parent_process()
@@ -46,13 +47,29 @@ def run_worker(main: Callable, cfg: Any, **kwargs: Any) -> Any:
             result = main(cfg, **kwargs)
             _leave_process_group_at_exit()
             return result
-    except InputError as error:
+    except UserError as error:
         if not parent:
             raise
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     finally:
         _end_prefetching()
+
+
+@contextmanager
+def report_lost_workers() -> Iterator[None]:
+    """Turn torch.distributed's errors about a worker that has ended or does not answer into a TrainingError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        # The part of gloo's message between the line of its source code and its advice.
+        gloo_reason = re.search(r"\.cc:\d+\] (.+?)(\. |$)", str(error))
+        reason = gloo_reason[1] if gloo_reason else first_line(error)
+        raise TrainingError(
+            f"another worker of this training has ended or does not answer: see its own messages ({reason})"
+        ) from error
 
 
 def _leave_process_group_at_exit() -> None:
@@ -102,7 +119,7 @@ def lock_save_dir(cfg: Any) -> Iterator[None]:
 
     Args:
         cfg: the whole configuration of a fairseq program; the rank in it is set in place from the environment
-    Raises: InputError if another run has locked the directory.
+    Raises: UserError if another run has locked the directory.
     """
     distributed_utils.infer_init_method(cfg.distributed_training)  # sets distributed_rank; call_main repeats it
     is_training = cfg.model is not None

@@ -32,11 +32,11 @@ from torch import Tensor
 
 import lln_fairseq
 from lln_fairseq.command import run_main
-from lln_fairseq.data.special_symbols import BOS, EOS, NUM_SPECIAL, PAD
-from lln_fairseq.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
-from lln_fairseq.data.vocabulary import new_vocabulary
 from lln_fairseq.models.presets import PRESETS
 from lln_fairseq.terminal import at_least_one, program_parser, progress_bar, text_table
+from lln_fairseq.text.special_symbols import BOS, EOS, NUM_SPECIAL, PAD
+from lln_fairseq.text.tokenizers import SentencePieceTokenizer, train_sentencepiece
+from lln_fairseq.text.vocabulary import new_vocabulary
 from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.benchmarks.meter import cpu_instructions, device_name, interleaved
 
@@ -269,7 +269,7 @@ def mixed_table(models: dict[str, Logits], repeats: int) -> str:
     """Time every model on sequences of mixed lengths, in batches by length and as they come, and return a table."""
     from fairseq.data.data_utils import collate_tokens
 
-    from lln_fairseq.data.text_ids import batch_by_length
+    from lln_fairseq.text.text_ids import batch_by_length
 
     samples = [random_tokens(length) for length in mixed_lengths()]
     real_tokens = sum(len(sample) for sample in samples)

@@ -27,10 +27,11 @@ from fairseq.models.transformer import TransformerConfig
 from torch import Tensor
 
 from lln_fairseq.attention.registry import parse_attention_spec
-from lln_fairseq.command import UserError, run_main
+from lln_fairseq.command import run_main
+from lln_fairseq.errors import UserError
+from lln_fairseq.models.encoder import LLNEncoderLayer
 from lln_fairseq.models.presets import PRESETS
-from lln_fairseq.modules.encoder import LLNEncoderLayer
-from lln_fairseq.modules.token_shards import shard_bounds
+from lln_fairseq.models.token_shards import shard_bounds
 from lln_fairseq.terminal import at_least_one, program_parser, text_table
 from scripts.benchmarks.meter import can_measure_resident_peak, growth, resident_peak_of
 

@@ -31,7 +31,8 @@ import matplotlib.pyplot as plt
 from lln_fairseq.analysis.events import Curve, read_curves
 from lln_fairseq.attention.layers import check_attention_spec
 from lln_fairseq.attention.registry import parse_attention_spec
-from lln_fairseq.command import UserError, run_main
+from lln_fairseq.command import run_main
+from lln_fairseq.errors import UserError
 from lln_fairseq.terminal import at_least_one, program_parser, text_table
 from scripts.research.training import (
     call_logged,

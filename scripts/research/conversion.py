@@ -16,7 +16,7 @@ import torch
 
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.attention.registry import parse_attention_spec
-from lln_fairseq.data.special_symbols import NUM_SPECIAL
+from lln_fairseq.text.special_symbols import NUM_SPECIAL
 from scripts.benchmarks.meter import interleaved
 from scripts.research.programs import TRAIN, ProgramFailed, Programs, locked, write_result
 from scripts.research.units import CONVERSION, SOFTMAX, TASKS, Unit

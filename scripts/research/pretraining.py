@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from lln_fairseq.analysis.events import Curve, read_curves
 from lln_fairseq.attention import LAYER_REGISTRY
 from lln_fairseq.attention.registry import parse_attention_spec
-from lln_fairseq.data.files import write_bytes
+from lln_fairseq.files import write_bytes
 from scripts.research.programs import FAST_BFLOAT16, TRAIN, Programs, locked, processor, write_result
 from scripts.research.units import PRETRAINING, Unit
 

@@ -12,8 +12,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from lln_fairseq.command import UserError, child_environment
-from lln_fairseq.data.files import lock_file, write_bytes
+from lln_fairseq.command import child_environment
+from lln_fairseq.errors import UserError
+from lln_fairseq.files import lock_file, write_bytes
 
 POLL_SECONDS = 1.0
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")

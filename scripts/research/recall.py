@@ -41,8 +41,9 @@ from tqdm import tqdm
 from lln_fairseq.attention import Attention, build_attention, reject_layer_mechanism
 from lln_fairseq.attention.layers import check_attention_spec
 from lln_fairseq.attention.registry import parse_attention_spec
-from lln_fairseq.command import UserError, run_main
-from lln_fairseq.data.files import write_bytes
+from lln_fairseq.command import run_main
+from lln_fairseq.errors import UserError
+from lln_fairseq.files import write_bytes
 from lln_fairseq.terminal import at_least_one, program_parser, progress_bar, show_update, text_table
 from lln_fairseq.training.malloc import disable_malloc_trim
 

@@ -11,7 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from scripts.research.units import CONVERSION, CONVERTED, PRETRAINED, PRETRAINING, REPORTED_TASKS, SOFTMAX
 
 CONTROL = "blocks and global first segment"  # the part "Diag only" of joint_offset_global
@@ -22,14 +22,12 @@ def write_report(results: Path) -> None:
     """Print the tables, and write them and the pictures into the directory `results`.
 
     Raises:
-        InputError: if there are no results.
+        UserError: if there are no results.
     """
     conversions = read_results(results / CONVERSION)
     pretrainings = read_results(results / PRETRAINING)
     if not conversions and not pretrainings:
-        raise InputError(
-            f"{results} has no results: run `python -m scripts.research.table1 all --work DIRECTORY` first"
-        )
+        raise UserError(f"{results} has no results: run `python -m scripts.research.table1 all --work DIRECTORY` first")
     sections = []
     if conversions:
         sections.append(conversion_table(conversions))

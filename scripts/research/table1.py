@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 
 import lln_fairseq
-from lln_fairseq.command import UserError, run_main
+from lln_fairseq.command import run_main
+from lln_fairseq.errors import UserError
 from lln_fairseq.terminal import at_least_one, program_parser
 from scripts.research.conversion import run_conversion
 from scripts.research.pretraining import UPDATES, run_pretraining

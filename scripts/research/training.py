@@ -30,8 +30,8 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 import lln_fairseq
-from lln_fairseq.command import UserError, child_environment, run_main
-from lln_fairseq.errors import InputError
+from lln_fairseq.command import child_environment, run_main
+from lln_fairseq.errors import UserError
 from lln_fairseq.terminal import program_parser, progress_bar, show_update
 from lln_fairseq.training.recipes import CONFIGS
 from scripts import tables
@@ -150,7 +150,7 @@ def compose_config(recipe: str, overrides: list[str]) -> Any:
                 return compose(recipe, overrides)
     except (HydraException, OmegaConfBaseException) as error:
         first_paragraph = str(error).split("\n\n")[0]
-        raise InputError(" ".join(first_paragraph.split())) from None
+        raise UserError(" ".join(first_paragraph.split())) from None
 
 
 def check_tasks(group: str, tasks: Iterable[str]) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lln_fairseq.attention.registry import did_you_mean
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 
 SOFTMAX = "softmax"
 CONVERSION = "conversion"
@@ -115,12 +115,12 @@ class Unit:
 
 
 def check_unit(unit: Unit) -> None:
-    """Raise InputError if there is no such task or attention. Other seeds than those of `all_units` are allowed."""
+    """Raise UserError if there is no such task or attention. Other seeds than those of `all_units` are allowed."""
     attentions = CONVERTED if unit.kind == CONVERSION else PRETRAINED
     if unit.kind == CONVERSION and unit.task not in TASKS:
-        raise InputError(f"no such task: {unit.task}{did_you_mean(unit.task, TASKS)}")
+        raise UserError(f"no such task: {unit.task}{did_you_mean(unit.task, TASKS)}")
     if unit.attention not in attentions:
-        raise InputError(f"no such attention: {unit.attention}{did_you_mean(unit.attention, attentions)}")
+        raise UserError(f"no such attention: {unit.attention}{did_you_mean(unit.attention, attentions)}")
 
 
 def all_units() -> list[Unit]:

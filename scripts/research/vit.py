@@ -34,8 +34,9 @@ from lln_fairseq.analysis.events import Curve
 from lln_fairseq.analysis.layer_scalars import NAMES, observe
 from lln_fairseq.attention import Attention, build_attention
 from lln_fairseq.attention.registry import parse_attention_spec
-from lln_fairseq.command import UserError, run_main
-from lln_fairseq.data.files import write_bytes
+from lln_fairseq.command import run_main
+from lln_fairseq.errors import UserError
+from lln_fairseq.files import write_bytes
 from lln_fairseq.terminal import at_least_one, program_parser, progress_bar, show_update, text_table
 from scripts.figures import ACCURACY, LOSS_SCALE, Settings, figure_9, figure_10
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lln_fairseq.attention import build_layer
-from lln_fairseq.attention.tnn import EPSILON, toeplitz_product
+from lln_fairseq.attention.baselines.tnn import EPSILON, toeplitz_product
 from tests.helpers import FLOAT32_FORWARD, relative_rms
 
 DIM = 4

@@ -12,7 +12,7 @@ from fairseq import checkpoint_utils
 
 from lln_fairseq.__main__ import main
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
 from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, USER_DIR, make_classification, train
 
@@ -87,7 +87,7 @@ def test_forged_checkpoint_is_rejected_before_anything_is_built(number, state, c
     changes, message = forgeries(tmp_path / "mark")[number]
     path = forge(state, tmp_path / "forged.pt", changes)
 
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(UserError, match=message):
         load_model(path, str(corpus))
 
     assert not (tmp_path / "mark").exists()
@@ -96,7 +96,7 @@ def test_forged_checkpoint_is_rejected_before_anything_is_built(number, state, c
 @pytest.mark.parametrize("content", [[1, 2], torch.ones(2)], ids=lambda value: type(value).__name__)
 def test_file_without_a_model_is_not_a_checkpoint(content, tmp_path):
     torch.save(content, tmp_path / "a.pt")
-    with pytest.raises(InputError, match=r"a\.pt is not a checkpoint of fairseq: it holds no model"):
+    with pytest.raises(UserError, match=r"a\.pt is not a checkpoint of fairseq: it holds no model"):
         load_checkpoint_lazily(str(tmp_path / "a.pt"))
 
 
@@ -138,7 +138,7 @@ def test_every_program_rejects_a_forged_checkpoint(state, corpus, tmp_path, monk
 
     arguments = ["fairseq-validate", corpus, *USER_DIR, "--path", path, "--batch-size", 4, "--task", "lln_masked_lm"]
     monkeypatch.setattr(sys, "argv", list(map(str, arguments)))
-    with pytest.raises((InputError, SystemExit), match=r"wav2vec2|1"):
+    with pytest.raises((UserError, SystemExit), match=r"wav2vec2|1"):
         fairseq_cli.validate.cli_main()
     assert not mark.exists()
 

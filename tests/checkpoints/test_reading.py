@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lln_fairseq.checkpoints.reading import load_checkpoint, load_checkpoint_lazily, verify_checksums
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from tests.fairseq_runs import (
     CLASSIFICATION,
     LLN,
@@ -97,7 +97,7 @@ def test_finetuning_can_add_and_drop_a_learned_offset(tmp_path, monkeypatch, cap
 def test_code_in_a_checkpoint_does_not_run(tmp_path, capsys):
     for new_format in (True, False):
         torch.save({"model": Payload()}, tmp_path / "evil.pt", _use_new_zipfile_serialization=new_format)
-        with pytest.raises(InputError, match=r"cannot load .*evil\.pt.*print"):
+        with pytest.raises(UserError, match=r"cannot load .*evil\.pt.*print"):
             load_checkpoint_lazily(tmp_path / "evil.pt")
 
     assert "executed" not in capsys.readouterr().out
@@ -114,7 +114,7 @@ def test_changed_number_is_detected(tmp_path, monkeypatch):
     path.write_bytes(content)
     assert not torch.equal(torch.load(path)["model"][weight], before)  # torch does not notice it
 
-    with pytest.raises(InputError, match=r"is damaged: Bad CRC-32 .*checkpoint_best\.pt is whole: copy it"):
+    with pytest.raises(UserError, match=r"is damaged: Bad CRC-32 .*checkpoint_best\.pt is whole: copy it"):
         load_checkpoint(str(path))
 
 
@@ -126,7 +126,7 @@ def test_unreadable_part_is_reported_as_damage(offset, value, tmp_path):
     content[content.index(b"PK\x01\x02") + offset] = value  # in the central directory of the zip archive
     path.write_bytes(content)
 
-    with pytest.raises(InputError, match=r"a\.pt is damaged: ."):
+    with pytest.raises(UserError, match=r"a\.pt is damaged: ."):
         verify_checksums(str(path))
 
 
@@ -165,7 +165,7 @@ def test_small_file_that_needs_much_memory_is_rejected(name, tmp_path):
     content, message = SMALL_FILES[name]
     torch.save(content, tmp_path / "a.pt")
 
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(UserError, match=message):
         load_checkpoint_lazily(str(tmp_path / "a.pt"))
 
 
@@ -177,7 +177,7 @@ def test_compressed_checkpoint_is_rejected(tmp_path):
         for name, data in parts.items():
             target.writestr(name, data)
 
-    with pytest.raises(InputError, match="it is compressed, to "):
+    with pytest.raises(UserError, match="it is compressed, to "):
         load_checkpoint_lazily(str(tmp_path / "b.pt"), mmap=False)
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lln_fairseq.data.vocabulary import load_vocabulary
+from lln_fairseq.text.vocabulary import load_vocabulary
 from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, make_corpus, train
 from tests.text_runs import OPTIONS, make_glue
 

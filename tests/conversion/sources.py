@@ -20,9 +20,9 @@ from transformers import (
     XLMRobertaTokenizer,
 )
 
-from lln_fairseq.data.tokenizers import train_sentencepiece
-from lln_fairseq.data.vocabulary import load_vocabulary
 from lln_fairseq.inference.loading import load_model
+from lln_fairseq.text.tokenizers import train_sentencepiece
+from lln_fairseq.text.vocabulary import load_vocabulary
 
 TEXTS = ["The plot isn't new – but it holds.", "Éva saw 2 films; we saw none!", "a", "unknown ☃ letters and <mask>"]
 TRANSFORMERS_5 = not transformers.__version__.startswith("4.")

@@ -13,7 +13,7 @@ from lln_fairseq.__main__ import main
 from lln_fairseq.conversion import tokenizer_json
 from lln_fairseq.conversion.convert import convert
 from lln_fairseq.conversion.from_hugging_face import UNSUPPORTED_TYPES
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from tests.helpers import Payload
 
 DENSE_BIAS = "roberta.encoder.layer.1.intermediate.dense.bias"
@@ -169,7 +169,7 @@ def test_damaged_file_is_rejected(name, damage, sources, copy_source, tmp_path):
     reasons = f"{name} (is damaged|cannot be read)|cannot load .*{name}, which is damaged"
     if name == "vocab.json":
         reasons = "AutoTokenizer cannot load the tokenizer"
-    with pytest.raises(InputError, match=reasons):
+    with pytest.raises(UserError, match=reasons):
         convert(folder, tmp_path / "out", "softmax")
     assert not (tmp_path / "out").exists()
 
@@ -182,7 +182,7 @@ def test_tensor_that_repeats_a_few_values_is_rejected(name, sources, copy_source
     huge = torch.zeros(1).expand(1 << 32, 32)
     torch.save(model.state_dict() | {name: huge}, folder / "pytorch_model.bin")
 
-    with pytest.raises(InputError, match=f"the tensor {name} of shape .* is larger than what the file holds of it"):
+    with pytest.raises(UserError, match=f"the tensor {name} of shape .* is larger than what the file holds of it"):
         convert(folder, tmp_path / "out", "softmax")
 
 
@@ -198,7 +198,7 @@ def test_index_with_missing_file_is_rejected(part, message, copy_source, tmp_pat
     (folder / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": part}}))
 
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(UserError, match=message):
         convert(folder, tmp_path / "out", "softmax")
 
 
@@ -310,6 +310,6 @@ def test_full_disk_leaves_no_output(sources, tmp_path, monkeypatch, capsys):
 
 def test_existing_output_is_not_touched(sources, tmp_path):
     (tmp_path / "out").mkdir()
-    with pytest.raises(InputError, match="out already exists"):
+    with pytest.raises(UserError, match="out already exists"):
         convert(sources["bert"][1], tmp_path / "out", "softmax")
     assert list((tmp_path / "out").iterdir()) == []

@@ -12,10 +12,10 @@ from lln_fairseq import load
 from lln_fairseq.__main__ import main
 from lln_fairseq.checkpoints.reading import PLUGIN_STATE, load_checkpoint_lazily
 from lln_fairseq.conversion.convert import convert
-from lln_fairseq.data.vocabulary import load_vocabulary
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models.adapt import EMBEDDING, POSITIONS
+from lln_fairseq.text.vocabulary import load_vocabulary
 from tests.conversion.sources import (
     TEXTS,
     TOKENIZERS,
@@ -233,7 +233,7 @@ def test_positions_are_changed(positions, note, sources, tmp_path):
     ],
 )
 def test_unsuitable_option_is_rejected(options, message, sources, tmp_path):
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(UserError, match=message):
         convert(sources["roberta"][1], tmp_path / "out", "softmax", **options)
     assert list(tmp_path.iterdir()) == []
 
@@ -297,7 +297,7 @@ def test_tokenizer_gives_same_ids_as_transformers(kind, settings, as_tokenizer_j
 def test_tokenizer_class_without_fast_tokenizer_is_rejected(name, message, copy_source, tmp_path):
     folder = copy_source("xlm-roberta")
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(UserError, match=message):
         convert(folder, tmp_path / "out", "softmax")
 
 
@@ -306,7 +306,7 @@ def test_code_of_tokenizer_is_not_executed(copy_source, tmp_path):
     settings = {"tokenizer_class": "Custom", "auto_map": {"AutoTokenizer": ["code.Custom", "code.Custom"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "code.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\n")
-    with pytest.raises(InputError, match="AutoTokenizer cannot load the tokenizer: "):
+    with pytest.raises(UserError, match="AutoTokenizer cannot load the tokenizer: "):
         convert(folder, tmp_path / "out", "softmax")
     assert not (tmp_path / "mark").exists()
 
@@ -333,16 +333,16 @@ def test_other_tokenizer_of_same_size_is_rejected(two_tokenizers, tmp_path, monk
     options = (*CLASSIFICATION, *LLN, *sizes, "--shorten-method", "truncate", "--num-classes", 2)
     message = "is not the one that .*model.pt was made with, although both have the same symbols"
 
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(UserError, match=message):
         train(
             monkeypatch, tmp_path / "log", data, tmp_path / "b-run", *options, "--finetune-from-model", b / "model.pt"
         )
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(UserError, match=message):
         load(b / "model.pt", tokenizer=a)
     train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *options, "--finetune-from-model", a / "model.pt")
     trained = tmp_path / "run" / "checkpoint_last.pt"
     load(trained).predict(["the plot"])
-    with pytest.raises(InputError, match=message.replace("model", "checkpoint_last")):
+    with pytest.raises(UserError, match=message.replace("model", "checkpoint_last")):
         load(trained, tokenizer=b)
 
 

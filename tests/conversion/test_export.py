@@ -31,12 +31,12 @@ from lln_fairseq.conversion.directory import new_directory
 from lln_fairseq.conversion.export import export
 from lln_fairseq.conversion.to_hugging_face import convert_to_hugging_face
 from lln_fairseq.conversion.write_tokenizer import convert_tokenizer, is_approximate
-from lln_fairseq.data.text_ids import TextIds
-from lln_fairseq.data.tokenizers import SentencePieceTokenizer, make_tokenizer, train_sentencepiece
-from lln_fairseq.data.vocabulary import load_vocabulary, new_vocabulary
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.ops.moment_matching import standard_deviations
+from lln_fairseq.text.text_ids import TextIds
+from lln_fairseq.text.tokenizers import SentencePieceTokenizer, make_tokenizer, train_sentencepiece
+from lln_fairseq.text.vocabulary import load_vocabulary, new_vocabulary
 from tests.conversion.sources import (
     TEXTS,
     TOKENIZERS,
@@ -313,7 +313,7 @@ def test_exported_model_can_be_saved_again(pretrain, tmp_path):
 def test_option_unknown_to_modeling_file_is_rejected(pretrain):
     model, _ = load_model(str(pretrain("--attention", "lln_diag")))
     options = {"mix": "new", "constants": "calibrated"}
-    with pytest.raises(InputError, match="mix=new of lln_diag cannot be exported: choose from average, joint_offset"):
+    with pytest.raises(UserError, match="mix=new of lln_diag cannot be exported: choose from average, joint_offset"):
         convert_to_hugging_face(model.state_dict(), model.args, options)
 
 
@@ -387,7 +387,7 @@ def test_wrong_number_of_labels_is_rejected(pretrain):
     model, _ = load_model(str(pretrain("--attention", "softmax")))
     model.register_classification_head("classes", num_classes=3)
     for labels in ((), ("bad", "good")):
-        with pytest.raises(InputError, match=f"has 3 classes, but there are {len(labels)} labels"):
+        with pytest.raises(UserError, match=f"has 3 classes, but there are {len(labels)} labels"):
             convert_to_hugging_face(model.state_dict(), model.args, {}, "classes", labels)
 
 
@@ -508,7 +508,7 @@ def test_unsupported_model_is_rejected(options, message, pretrain, tmp_path, cap
 def test_existing_output_is_rejected(pretrain, tmp_path):
     checkpoint = pretrain("--attention", "lln")
     (tmp_path / "out").mkdir()
-    with pytest.raises(InputError, match="out already exists"):
+    with pytest.raises(UserError, match="out already exists"):
         export(checkpoint, tmp_path / "out")
 
 
@@ -516,10 +516,10 @@ def test_directory_without_usable_tokenizer_is_rejected(pretrain, tmp_path):
     checkpoint = pretrain("--attention", "lln")
     folder = tmp_path / "tokenizer"
     folder.mkdir()
-    with pytest.raises(InputError, match="tokenizer has no tokenizer"):
+    with pytest.raises(UserError, match="tokenizer has no tokenizer"):
         export(checkpoint, tmp_path / "out", tokenizer=folder)
     (folder / "spm.model").write_bytes(train_sentencepiece(TEXTS * 3, 36))
-    with pytest.raises(InputError, match="the tokenizer does not fit the dictionary, which lacks"):
+    with pytest.raises(UserError, match="the tokenizer does not fit the dictionary, which lacks"):
         export(checkpoint, tmp_path / "out", tokenizer=folder)
     assert not (tmp_path / "out").exists()
 
@@ -581,7 +581,7 @@ def test_directory_that_appears_before_the_lock_is_kept(tmp_path, monkeypatch):
 
     monkeypatch.setattr(directory, "lock_directory", lock_too_late)
 
-    with pytest.raises(InputError, match="out already exists"), new_directory(out):
+    with pytest.raises(UserError, match="out already exists"), new_directory(out):
         raise AssertionError("the long work began")
 
     assert list(tmp_path.iterdir()) == [out]

@@ -7,9 +7,9 @@ import torch
 
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.conversion.convert import convert
-from lln_fairseq.data.tokenizers import train_sentencepiece
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
+from lln_fairseq.text.tokenizers import train_sentencepiece
 from tests.conversion.sources import PIECES, TEXTS, compute_logits
 from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, parameters_of_2019, train
 
@@ -66,7 +66,7 @@ def test_parameters_of_same_attention_are_kept(trained, tmp_path, monkeypatch):
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
     # Linformer's parameters depend on the length.
-    with pytest.raises(InputError, match=r"attention\.\w+ must be \(.*\) for this model, got \(.*\)"):
+    with pytest.raises(UserError, match=r"attention\.\w+ must be \(.*\) for this model, got \(.*\)"):
         convert(source, tmp_path / "longer", "linformer", positions=128, dictionary=dictionary)
 
 
@@ -120,7 +120,7 @@ def test_bad_checkpoint_is_rejected(name, trained, tmp_path):
     if change is not None:
         torch.save(change(torch.load(trained / "checkpoint_last.pt")), tmp_path / "a.pt")
 
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(UserError, match=message):
         convert(tmp_path / "a.pt", tmp_path / "out", "softmax", dictionary=trained / "dict.txt")
     assert not (tmp_path / "out").exists()
 
@@ -134,19 +134,19 @@ def copied_checkpoint(trained, tmp_path):
 
 
 def test_missing_dictionary_is_reported(copied_checkpoint, tmp_path):
-    with pytest.raises(InputError, match=r"no dict\.txt in .*: give --dictionary"):
+    with pytest.raises(UserError, match=r"no dict\.txt in .*: give --dictionary"):
         convert(copied_checkpoint, tmp_path / "out", "softmax")
 
 
 def test_dictionary_of_other_size_is_rejected(copied_checkpoint, trained, tmp_path):
     lines = (trained / "dict.txt").read_text().splitlines()
     (tmp_path / "dict.txt").write_text("\n".join(lines[:-1]) + "\n")
-    with pytest.raises(InputError, match=r"dict\.txt does not fit .* must have 65 symbols, .* got 64"):
+    with pytest.raises(UserError, match=r"dict\.txt does not fit .* must have 65 symbols, .* got 64"):
         convert(copied_checkpoint, tmp_path / "out", "softmax")
 
 
 def test_tokenizer_that_does_not_fit_dictionary_is_rejected(copied_checkpoint, trained, tmp_path):
     (tmp_path / "dict.txt").write_bytes((trained / "dict.txt").read_bytes())
     (tmp_path / "spm.model").write_bytes(train_sentencepiece(TEXTS * 3, PIECES))
-    with pytest.raises(InputError, match=r"dict\.txt does not fit the sentencepiece tokenizer"):
+    with pytest.raises(UserError, match=r"dict\.txt does not fit the sentencepiece tokenizer"):
         convert(copied_checkpoint, tmp_path / "out", "softmax")

@@ -13,7 +13,7 @@ from lln_fairseq.checkpoints.pooling import Pooling
 from lln_fairseq.conversion import to_onnx
 from lln_fairseq.conversion.convert import convert
 from lln_fairseq.conversion.export import export
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
 from tests.conversion.sources import TEXTS, add_noise, compute_logits, encode_texts, make_model, padded_batch
 from tests.conversion.test_sentence_encoders import pool, write_pooling
@@ -154,5 +154,5 @@ def test_transformers_that_cannot_be_imported_is_reported(monkeypatch):
         raise OSError("Could not load this library: torchaudio/lib/_torchaudio.abi3.so")
 
     monkeypatch.setattr(to_onnx.importlib, "import_module", fail)
-    with pytest.raises(InputError, match=r"Could not load .*so\. It does not fit .* pip uninstall torchaudio"):
+    with pytest.raises(UserError, match=r"Could not load .*so\. It does not fit .* pip uninstall torchaudio"):
         to_onnx.check_packages()

@@ -19,7 +19,7 @@ from lln_fairseq.conversion import modeling_lln_roberta as modeling
 from lln_fairseq.conversion import onnx_int8, to_onnx
 from lln_fairseq.conversion.convert import convert
 from lln_fairseq.conversion.export import export
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
 from tests.conversion.sources import add_noise, compute_logits, make_model, padded_batch
 from tests.fairseq_runs import CLASSIFICATION, LLN, make_classification, train
@@ -217,7 +217,7 @@ def test_int8_encoder_agrees_with_float(encoder):
 def test_missing_package_is_reported_first(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     for options in ({"onnx": True}, {"int8": True}):
-        with pytest.raises(InputError, match=r"--onnx needs onnxruntime: pip install 'lln-fairseq\[onnx\]'"):
+        with pytest.raises(UserError, match=r"--onnx needs onnxruntime: pip install 'lln-fairseq\[onnx\]'"):
             export(tmp_path / "nowhere.pt", tmp_path / "out", **options)
 
 
@@ -234,5 +234,5 @@ def test_int8_outputs_that_are_not_finite_are_rejected(encoder, tmp_path, monkey
     give_outputs(1.0, torch.nan)
     onnx_int8.write_int8(out, config)
     give_outputs(torch.nan, 1.0)
-    with pytest.raises(InputError, match=r"logits of model_quantized\.onnx is not finite: export without --int8"):
+    with pytest.raises(UserError, match=r"logits of model_quantized\.onnx is not finite: export without --int8"):
         onnx_int8.write_int8(out, config)

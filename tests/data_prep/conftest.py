@@ -13,10 +13,10 @@ import pytest
 import regex
 
 from data_prep import demo
-from lln_fairseq.data.files import sha256_of
-from lln_fairseq.data.published_files import PipSource, Published
-from lln_fairseq.data.tokenizers import GPT2Tokenizer, Tokenizer, _byte_letters
-from lln_fairseq.data.vocabulary import Vocabulary
+from data_prep.published_files import PipSource, Published
+from lln_fairseq.files import sha256_of
+from lln_fairseq.text.tokenizers import GPT2Tokenizer, Tokenizer, _byte_letters
+from lln_fairseq.text.vocabulary import Vocabulary
 
 VOCAB_SIZE = 150
 GOOD = ["wonderful", "superb", "touching", "delightful"]

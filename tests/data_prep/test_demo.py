@@ -14,11 +14,10 @@ from fairseq.data import indexed_dataset
 from fairseq.tasks.masked_lm import MaskedLMConfig, MaskedLMTask
 from fairseq.tasks.sentence_prediction import SentencePredictionConfig, SentencePredictionTask
 
-from data_prep import demo
-from lln_fairseq.data import download, manifest
-from lln_fairseq.data.reporting import DataError
-from lln_fairseq.data.text import SPLITS, sentence_key
-from lln_fairseq.data.tokenizers import load_sentencepiece
+from data_prep import demo, download, manifest
+from lln_fairseq.errors import UserError
+from lln_fairseq.text.lines import SPLITS, sentence_key
+from lln_fairseq.text.tokenizers import load_sentencepiece
 from tests.data_prep.conftest import BAD, GOOD, MOVIES, VOCAB_SIZE, decode, files_without_manifest, read_files
 
 ROOT = Path(__file__).parents[2]
@@ -88,12 +87,12 @@ def test_tokenizer_of_other_data_gives_same_files(tmp_path, build):
 
     assert files_without_manifest(tmp_path / "out") == files_without_manifest(tmp_path / "other")
     assert build(tokenizer=str(tmp_path / "other")) == content
-    with pytest.raises(DataError, match="was built with tokenizer"):
+    with pytest.raises(UserError, match="was built with tokenizer"):
         build()
 
 
 def test_missing_tokenizer_is_rejected(tmp_path, build):
-    with pytest.raises(DataError, match="nowhere"):
+    with pytest.raises(UserError, match="nowhere"):
         build(out=tmp_path / "new", tokenizer=str(tmp_path / "nowhere"))
 
     assert not (tmp_path / "new").exists()
@@ -158,7 +157,7 @@ def test_finished_data_are_kept_without_importing_torch(tmp_path, build, monkeyp
     assert modification_times(tmp_path / "out") == times
     program = (
         "import sys; from pathlib import Path; from data_prep import demo\n"
-        "from lln_fairseq.data.published_files import *\n"
+        "from data_prep.published_files import *\n"
         f"demo.ARCHIVE = {demo.ARCHIVE!r}\n"
         f"demo.build_demo(Path({str(tmp_path / 'out')!r}), None, {VOCAB_SIZE})\n"
         "assert not {'torch', 'fairseq', 'sentencepiece'} & set(sys.modules)"
@@ -206,7 +205,7 @@ def test_changed_settings_are_rejected_without_overwrite(tmp_path, build):
     build()
     files = read_files(tmp_path / "out")
 
-    with pytest.raises(DataError, match=f"vocab_size = {VOCAB_SIZE}, not 140.*--overwrite"):
+    with pytest.raises(UserError, match=f"vocab_size = {VOCAB_SIZE}, not 140.*--overwrite"):
         build(vocab_size=140)
 
     assert read_files(tmp_path / "out") == files
@@ -216,7 +215,7 @@ def test_failed_overwrite_keeps_old_data(tmp_path, build):
     build()
     files = read_files(tmp_path / "out")
 
-    with pytest.raises(DataError, match="cannot train 5 pieces"):
+    with pytest.raises(UserError, match="cannot train 5 pieces"):
         build(vocab_size=5, overwrite=True)
 
     assert read_files(tmp_path / "out") == files
@@ -274,7 +273,7 @@ def test_files_without_manifest_are_rejected(tmp_path, build):
     (tmp_path / "out/lm").mkdir(parents=True)
     (tmp_path / "out/lm/train.bin").write_bytes(b"of the user")
 
-    with pytest.raises(DataError, match="not built here"):
+    with pytest.raises(UserError, match="not built here"):
         build()
 
     assert (tmp_path / "out/lm/train.bin").read_bytes() == b"of the user"
@@ -284,16 +283,16 @@ def test_damaged_result_is_rejected(tmp_path, build):
     build()
     (tmp_path / "out/lm/train.bin").write_bytes(b"")
 
-    with pytest.raises(DataError, match=r"train\.bin"):
+    with pytest.raises(UserError, match=r"train\.bin"):
         build()
     build(overwrite=True)
     (tmp_path / "out/manifest.json").write_text("{")
-    with pytest.raises(DataError, match=r"manifest\.json"):
+    with pytest.raises(UserError, match=r"manifest\.json"):
         build()
 
 
 def test_second_build_of_same_directory_is_rejected(tmp_path, build):
-    with manifest.output_directory(tmp_path / "out"), pytest.raises(DataError, match="another run"):
+    with manifest.output_directory(tmp_path / "out"), pytest.raises(UserError, match="another run"):
         build()
 
     assert not (tmp_path / "out").exists()

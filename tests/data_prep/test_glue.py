@@ -8,8 +8,8 @@ from fairseq.tasks.sentence_prediction import SentencePredictionConfig, Sentence
 
 from data_prep import glue
 from data_prep.glue_tasks import GLUE_TASKS
-from lln_fairseq.data.reporting import DataError
-from lln_fairseq.data.vocabulary import load_vocabulary
+from lln_fairseq.errors import UserError
+from lln_fairseq.text.vocabulary import load_vocabulary
 from tests.data_prep.conftest import files_without_manifest, read_files, tar_gz, text_of
 
 # Texts with characters that a CSV reader or str.splitlines would misinterpret.
@@ -156,7 +156,7 @@ def test_files_of_other_tasks_are_not_used(tmp_path, build):
     archive = tmp_path / "all.tar.gz"
     archive.write_bytes(tar_gz(make_files("QNLI") | make_files("SST-2")))
 
-    with pytest.raises(DataError, match=r"has no RTE/train\.tsv"):
+    with pytest.raises(UserError, match=r"has no RTE/train\.tsv"):
         build("RTE", out=tmp_path / "none", source=archive)
 
 
@@ -215,7 +215,7 @@ def test_changed_dictionary_is_rejected(tmp_path, build, source, gpt2):
     lines = (gpt2 / "dict.txt").read_text().splitlines(keepends=True)
     (other / "dict.txt").write_text("".join([*lines[:-3], lines[-2], lines[-3], lines[-1]]))
 
-    with pytest.raises(DataError, match=r"RTE was built with tokenizer = .*--overwrite"):
+    with pytest.raises(UserError, match=r"RTE was built with tokenizer = .*--overwrite"):
         glue.build_glue_tasks(tmp_path / "out", str(other), ["RTE"], source)
 
 

@@ -4,7 +4,7 @@ import pytest
 from fairseq.tasks.sentence_prediction import SentencePredictionConfig, SentencePredictionTask
 
 from data_prep import glue_held_out
-from lln_fairseq.data.vocabulary import load_vocabulary
+from lln_fairseq.text.vocabulary import load_vocabulary
 from tests.data_prep.conftest import text_of
 
 LABELS = ["entailment", "not_entailment"]

@@ -12,8 +12,8 @@ from PIL import Image
 
 from data_prep import listops, lra, lra_sources
 from data_prep.lra_tasks import LRA_TASKS
-from lln_fairseq.data.files import sha256_of
-from lln_fairseq.data.reporting import DataError
+from lln_fairseq.errors import UserError
+from lln_fairseq.files import sha256_of
 from tests.data_prep.conftest import files_without_manifest, tar_gz
 
 
@@ -257,7 +257,7 @@ def test_finished_data_are_kept_and_changed_seed_is_rejected(tmp_path, capsys):
     ],
 )
 def test_read_png_rejects_other_pictures(content, message):
-    with pytest.raises(DataError, match=re.escape(message)):
+    with pytest.raises(UserError, match=re.escape(message)):
         lra_sources.read_png(content, "it")
 
 

@@ -11,11 +11,11 @@ from fairseq.data import indexed_dataset
 from fairseq.tasks.masked_lm import MaskedLMConfig, MaskedLMTask
 
 from data_prep import wikitext103
-from lln_fairseq.data import binary_format
-from lln_fairseq.data.files import sha256_of
-from lln_fairseq.data.published_files import Published
-from lln_fairseq.data.reporting import DataError
-from lln_fairseq.data.vocabulary import load_vocabulary
+from data_prep.published_files import Published
+from lln_fairseq.errors import UserError
+from lln_fairseq.files import sha256_of
+from lln_fairseq.text import binary_format
+from lln_fairseq.text.vocabulary import load_vocabulary
 from tests.data_prep.conftest import BAD, GOOD, WORDS, files_without_manifest, read_files, text_of
 
 SPLITS = ("train", "valid", "test")
@@ -108,7 +108,7 @@ def published_zip(tmp_path):
 
 
 def test_published_name_requires_published_content(tmp_path, build, published_zip):
-    with pytest.raises(DataError, match=r"has \d+ bytes, expected 191984949"):
+    with pytest.raises(UserError, match=r"has \d+ bytes, expected 191984949"):
         build(out=tmp_path / "zip", source=published_zip)
 
 
@@ -145,7 +145,7 @@ def test_limit_mb_truncates_train(tmp_path, build):
 
 @pytest.mark.parametrize(("limit", "message"), [(0.000001, "no text within --limit-mb"), (-1, "more than 0")])
 def test_limit_mb_without_text_is_rejected(tmp_path, build, limit, message):
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(UserError, match=message):
         build(out=tmp_path / "none", limit_mb=limit)
 
 
@@ -159,13 +159,13 @@ def test_finished_data_are_kept(build, monkeypatch):
 def test_changed_settings_are_rejected(build, source):
     build()
 
-    with pytest.raises(DataError, match=r"limit_mb = None, not 1.*--overwrite"):
+    with pytest.raises(UserError, match=r"limit_mb = None, not 1.*--overwrite"):
         build(limit_mb=1)
-    with pytest.raises(DataError, match=r"tokenizer = .*--overwrite"):
+    with pytest.raises(UserError, match=r"tokenizer = .*--overwrite"):
         build(tokenizer="sentencepiece-bpe")
     with (source / "wiki.valid.raw").open("a") as file:
         file.write("more")
-    with pytest.raises(DataError, match=r"source = .*--overwrite"):
+    with pytest.raises(UserError, match=r"source = .*--overwrite"):
         build()
 
 
@@ -217,5 +217,5 @@ def test_articles_are_separated_by_one_blank_line(tmp_path, build, source):
     assert [number for number, line in enumerate(lines) if not line] == [number - 1 for number in titles]
     assert len(titles) == 30
     assert [line for line in lines if line] == [line.strip() for line in text.splitlines() if line.strip()]
-    with pytest.raises(DataError, match="was built with articles = True, not None"):
+    with pytest.raises(UserError, match="was built with articles = True, not None"):
         build()

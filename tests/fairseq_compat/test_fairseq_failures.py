@@ -36,7 +36,7 @@ from fairseq.tasks.fairseq_task import StatefulContainer
 from omegaconf import DictConfig, OmegaConf
 
 from lln_fairseq.checkpoints import reading
-from lln_fairseq.errors import InputError, TrainingError
+from lln_fairseq.errors import TrainingError, UserError
 from lln_fairseq.training import worker
 from tests.fairseq_runs import LLN, MASKED_LM, USER_DIR, hydra_train, make_corpus, split_options, train
 
@@ -79,7 +79,7 @@ def test_second_worker_can_load_what_the_first_sends(corpus, tmp_path, monkeypat
 
 def test_missing_restore_file_is_rejected(corpus, tmp_path, monkeypatch):
     run_options = (*MASKED_LM, *LLN, "--restore-file", tmp_path / "nowhere.pt")
-    with pytest.raises(InputError, match=r"nowhere\.pt: no such file"):
+    with pytest.raises(UserError, match=r"nowhere\.pt: no such file"):
         train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *run_options)
 
     remove_patch(monkeypatch, checkpoint_utils, "load_checkpoint")
@@ -121,7 +121,7 @@ def test_memory_efficient_fp16_needs_fp16(corpus, tmp_path, monkeypatch):
     patched = distributed_utils.call_main
     run_options = (*MASKED_LM, *LLN)
     set_memory_efficient_fp16(monkeypatch, patched)
-    with pytest.raises(InputError, match="memory_efficient_fp16 without fp16 trains in float32"):
+    with pytest.raises(UserError, match="memory_efficient_fp16 without fp16 trains in float32"):
         train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *run_options)
 
     set_memory_efficient_fp16(monkeypatch, patched.__wrapped__)
@@ -217,7 +217,7 @@ def test_mask_whole_words_is_rejected(corpus):
     task = setup_task(OmegaConf.create({"_name": "masked_lm", **task_options}))
     with pytest.raises(AttributeError, match="no attribute 'args'"):
         task.load_dataset("valid")
-    with pytest.raises(InputError, match="mask_whole_words does not work in fairseq's masked_lm"):
+    with pytest.raises(UserError, match="mask_whole_words does not work in fairseq's masked_lm"):
         setup_task(OmegaConf.create({"_name": "lln_masked_lm", **task_options}))
 
 

@@ -1,4 +1,4 @@
-"""Damaged and forged checkpoints are rejected with an InputError or load as stored; their code never runs."""
+"""Damaged and forged checkpoints are rejected with a UserError or load as stored; their code never runs."""
 
 import contextlib
 import io
@@ -11,7 +11,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from lln_fairseq.checkpoints.reading import load_checkpoint
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
 from tests.fairseq_runs import LLN, MASKED_LM, make_corpus, train
 from tests.fuzz.damage import damages, malicious_objects, replacements, torch_bytes
@@ -61,7 +61,7 @@ def test_changed_checkpoint_is_rejected_or_loaded(trained, data):
         try:
             load_checkpoint(str(path), load_on_all_ranks=False)  # as a training does
             model, _ = load_model(str(path), str(trained.data))
-        except InputError:
+        except UserError:
             return
         finally:
             assert not mark.exists(), "code of the checkpoint ran"

@@ -11,7 +11,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from tests.fairseq_runs import make_classification, make_corpus
 from tests.fuzz.damage import damages
 
@@ -97,7 +97,7 @@ def test_damaged_data_is_rejected_or_read_within_the_dictionary(intact_files, da
         write_files(folder, {file: draw_changed_content(data, file, contents)})
         try:
             samples = read_samples(task, folder)
-        except InputError:
+        except UserError:
             return
 
     if samples == expected:

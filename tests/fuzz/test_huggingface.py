@@ -15,10 +15,10 @@ from safetensors.torch import load, save
 import tests.conversion.conftest  # noqa: F401  it keeps transformers off the network
 from lln_fairseq.__main__ import main
 from lln_fairseq.conversion.convert import CHECKPOINT
-from lln_fairseq.data.encode import encode_block
-from lln_fairseq.data.reporting import DataError
-from lln_fairseq.data.vocabulary import load_vocabulary
+from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
+from lln_fairseq.text.encode import encode_block
+from lln_fairseq.text.vocabulary import load_vocabulary
 from tests.conversion.sources import TOKENIZERS, make_model
 from tests.fuzz.damage import damages, malicious_objects, replacements, torch_bytes
 
@@ -125,6 +125,6 @@ def assert_model_runs(out):
     try:
         vocabulary = load_vocabulary(str(out))
         ids, _ = encode_block(vocabulary.tokenizer, vocabulary.table, LINES)
-    except DataError:
+    except UserError:
         return
     assert 0 <= ids.min() <= ids.max() < size

@@ -23,14 +23,14 @@ from lln_fairseq import load
 from lln_fairseq.__main__ import main
 from lln_fairseq.checkpoints.pooling import Pooling, pooling_entries
 from lln_fairseq.checkpoints.reading import PLUGIN_STATE
-from lln_fairseq.data.text_ids import CHUNK_TEXTS, LongTextError, TextIds, split_into_chunks
-from lln_fairseq.data.vocabulary import load_vocabulary
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.inference.evaluate import compute_outputs, format_predictions, load_finetuned_model
 from lln_fairseq.inference.predict import prediction_lines
 from lln_fairseq.inference.text_model import Prediction
-from lln_fairseq.modules.linear_choice import working_way
-from lln_fairseq.modules.linear_ways import WAYS
+from lln_fairseq.models.linear_choice import working_way
+from lln_fairseq.models.linear_ways import WAYS
+from lln_fairseq.text.text_ids import CHUNK_TEXTS, LongTextError, TextIds, split_into_chunks
+from lln_fairseq.text.vocabulary import load_vocabulary
 from tests.data_prep.conftest import TEXT, small_gpt2
 from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, USER_DIR, make_classification, train
 from tests.text_runs import OPTIONS, make_glue, texts_of
@@ -145,7 +145,7 @@ def test_moved_run_predicts_without_its_data(runs, glue, sst2_texts, tmp_path):
     try:
         assert load(checkpoint).predict(sst2_texts) == expected
         shutil.rmtree(checkpoint.parent / "tokenizer")
-        with pytest.raises(InputError, match=r"nor its training data has a dict.txt.*--tokenizer"):
+        with pytest.raises(UserError, match=r"nor its training data has a dict.txt.*--tokenizer"):
             load(checkpoint)
         assert load(checkpoint, data=hidden / "SST-2").predict(sst2_texts) == expected
     finally:
@@ -262,7 +262,7 @@ def test_stream_reports_cut_texts_when_it_is_left(loaded, caplog):
 def test_long_text_is_rejected_before_anything_is_computed(name, act, loaded, monkeypatch):
     model = loaded(name)
     act(model, ["film"])
-    monkeypatch.setattr("lln_fairseq.data.text_ids.CHUNK_TEXTS", 2)
+    monkeypatch.setattr("lln_fairseq.text.text_ids.CHUNK_TEXTS", 2)
     monkeypatch.setattr(model, "_map_samples", lambda *arguments: pytest.fail("the model computes"))
     with pytest.raises(LongTextError, match=r"texts\[4\] has 72 tokens, but the model takes at most 64") as caught:
         act(model, iter(["film", "story", "film", "story", LONG, "film"]))
@@ -270,7 +270,7 @@ def test_long_text_is_rejected_before_anything_is_computed(name, act, loaded, mo
 
 
 def test_stream_rejects_long_text(loaded, monkeypatch):
-    monkeypatch.setattr("lln_fairseq.data.text_ids.CHUNK_TEXTS", 2)
+    monkeypatch.setattr("lln_fairseq.text.text_ids.CHUNK_TEXTS", 2)
     stream = loaded("SST-2").predict_each(["film", "story", LONG], on_long="error")
     assert isinstance(next(stream), Prediction)
     next(stream)
@@ -330,7 +330,7 @@ def test_vectors_are_pooled_and_normalized(pooling, pool, loaded):
 def test_evaluation_rejects_rows_that_are_too_long_and_not_cut(glue, runs):
     model, task = load_finetuned_model(str(runs["RTE"]), str(glue / "RTE"))
     task.cfg.shorten_method = "none"
-    with pytest.raises(InputError, match=r"row \d+ of split 'valid' has \d+ tokens, but the model takes 64: fine-tune"):
+    with pytest.raises(UserError, match=r"row \d+ of split 'valid' has \d+ tokens, but the model takes 64: fine-tune"):
         compute_outputs(model, task, "valid")
 
 
@@ -347,7 +347,7 @@ def test_model_encodes_with_stored_pooling(loaded, runs, tmp_path):
     torch.testing.assert_close(model.encode(["film"], normalize=False), expected)
     tokens = model.encode(["film"], "tokens")[0].vectors
     torch.testing.assert_close(tokens[:1], expected)
-    with pytest.raises(InputError, match="is an encoder of sentence vectors and cannot fill"):
+    with pytest.raises(UserError, match="is an encoder of sentence vectors and cannot fill"):
         model.fill("film <mask> story.")
 
 
@@ -442,13 +442,13 @@ def test_samples_without_special_tokens_are_encoded(loaded, monkeypatch):
     monkeypatch.setattr(model.ids, "strip_eos", True)
     ((vectors, offsets),) = model.encode(["film"], pooling="tokens")
     assert (vectors.shape, offsets.tolist()) == ((1, 32), [[0, 4]])
-    with pytest.raises(InputError, match="the text '' has no tokens"):
+    with pytest.raises(UserError, match="the text '' has no tokens"):
         model.encode(["film", ""])
 
 
 @pytest.mark.parametrize("pooling", ["mean", "tokens"])
 def test_vectors_are_computed_while_texts_are_read(pooling, loaded, monkeypatch):
-    monkeypatch.setattr("lln_fairseq.data.text_ids.CHUNK_TEXTS", 4)
+    monkeypatch.setattr("lln_fairseq.text.text_ids.CHUNK_TEXTS", 4)
     texts_read = itertools.count()
     texts = ("film " * (next(texts_read) % 3) for _ in itertools.count())
     vectors = loaded("lm").encode_each(texts, pooling)
@@ -550,7 +550,7 @@ def test_masked_text_of_byte_level_bpe_keeps_its_parts(left, right, tmp_path):
     ],
 )
 def test_wrong_use_is_reported_in_one_line(name, act, message, loaded):
-    with pytest.raises(InputError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         act(loaded(name))
     assert "\n" not in str(caught.value)
 
@@ -567,7 +567,7 @@ def test_wrong_use_is_reported_in_one_line(name, act, message, loaded):
 def test_outputs_that_are_not_finite_are_rejected(name, act, runs):
     model = load(runs[name])
     model.model.encoder.sentence_encoder.layers[0].fc1.bias.data.fill_(3e38)
-    with pytest.raises(InputError, match=r"NaN or infinite outputs for (the text 'a film'|this text)"):
+    with pytest.raises(UserError, match=r"NaN or infinite outputs for (the text 'a film'|this text)"):
         act(model)
 
 
@@ -768,15 +768,15 @@ def test_missing_and_unsuitable_tokenizers_are_rejected(tmp_path, monkeypatch, g
     data = make_classification(tmp_path / "data")
     train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *CLASSIFICATION, *LLN, "--max-update", 1)
     checkpoint = tmp_path / "run/checkpoint_last.pt"
-    with pytest.raises(InputError, match=r"run/tokenizer .*spm.model.*--tokenizer"):
+    with pytest.raises(UserError, match=r"run/tokenizer .*spm.model.*--tokenizer"):
         load(checkpoint)
-    with pytest.raises(InputError, match="other symbols than the dictionary"):
+    with pytest.raises(UserError, match="other symbols than the dictionary"):
         load(checkpoint, tokenizer=glue / "spm.model")
-    with pytest.raises(InputError, match="no such file or directory"):
+    with pytest.raises(UserError, match="no such file or directory"):
         load(checkpoint, tokenizer="nowhere")
-    with pytest.raises(InputError, match=r"the dictionary of .* is not the one"):
+    with pytest.raises(UserError, match=r"the dictionary of .* is not the one"):
         load(checkpoint, data=glue / "SST-2")
-    with pytest.raises(InputError, match="no such checkpoint"):
+    with pytest.raises(UserError, match="no such checkpoint"):
         load(tmp_path / "nowhere.pt")
 
 

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from lln_fairseq.analysis import measure
 from lln_fairseq.analysis.probe import ablated, record_layers
 from lln_fairseq.analysis.report import measure_model
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.training.sequence_parallel import shard_multiple
 from tests.fairseq_runs import (
@@ -154,7 +154,7 @@ def test_instruments_measure_sequences_with_their_own_lengths(options):
 
 
 def test_sequences_cannot_be_divided_among_workers():
-    with pytest.raises(InputError, match="global_tokens=first_segment cannot split a sequence across workers"):
+    with pytest.raises(UserError, match="global_tokens=first_segment cannot split a sequence across workers"):
         shard_multiple(build_model(**FIRST_SEGMENT))
 
 
@@ -166,7 +166,7 @@ def test_sequences_cannot_be_divided_among_workers():
     ],
 )
 def test_wrong_option_is_rejected(options, message):
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(UserError, match=message):
         build_model(**options)
 
 
@@ -187,7 +187,7 @@ def test_run_trains_resumes_and_loads(pair_data, tmp_path, monkeypatch):
     assert_resumes_exactly(monkeypatch, tmp_path, pair_data, *options)
 
     changes = ("--max-update", 6, "--lln-diag-global-tokens", "16")
-    with pytest.raises(InputError, match=r"lln_diag_global_tokens = first_segment in the checkpoint, now 16"):
+    with pytest.raises(UserError, match=r"lln_diag_global_tokens = first_segment in the checkpoint, now 16"):
         train(monkeypatch, tmp_path / "log", pair_data, tmp_path / "parts", *options, *changes)
     model, task = load_model(str(tmp_path / "whole/checkpoint_last.pt"))
     task.load_dataset("valid")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from lln_fairseq.modules import linear_choice
-from lln_fairseq.modules.linear_choice import plan_linear_layers, time_ways
-from lln_fairseq.modules.linear_ways import BFloat16Way, OneDNNWay, QLinearWay, TorchWay, Way
-from lln_fairseq.modules.packing import pack_linear_layers
+from lln_fairseq.models import linear_choice
+from lln_fairseq.models.linear_choice import plan_linear_layers, time_ways
+from lln_fairseq.models.linear_ways import BFloat16Way, OneDNNWay, QLinearWay, TorchWay, Way
+from lln_fairseq.models.packing import pack_linear_layers
 
 SHAPE = (64, 48)
 SHAPES = Counter({SHAPE: 3})

@@ -13,10 +13,10 @@ from fairseq.models.transformer import TransformerConfig
 from omegaconf import OmegaConf
 
 from lln_fairseq.attention import ATTENTION_REGISTRY
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
+from lln_fairseq.models.encoder import LLNEncoderLayer
 from lln_fairseq.models.lln_roberta import PRESETS, SIZE_FIELDS, LLNRobertaConfig, complete_config
-from lln_fairseq.modules.encoder import LLNEncoderLayer
 from tests.fairseq_runs import (
     CLASSIFICATION,
     LLN,
@@ -179,7 +179,7 @@ BAD_OPTIONS = [
 
 @pytest.mark.parametrize(("options", "message"), BAD_OPTIONS)
 def test_fairseq_train_rejects_bad_options(options, message, corpus, tmp_path, monkeypatch, capsys):
-    with pytest.raises((InputError, SystemExit)) as caught:
+    with pytest.raises((UserError, SystemExit)) as caught:
         train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, *options)
     assert re.search(message, str(caught.value) + capsys.readouterr().err)
     assert not (tmp_path / "a" / "checkpoint_last.pt").exists()

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lln_fairseq.modules import linear_ways
-from lln_fairseq.modules.linear_choice import working_way
-from lln_fairseq.modules.linear_ways import WAYS, Int8Way, quantize_rows
-from lln_fairseq.modules.packed_linear import PackedWeights
-from lln_fairseq.modules.packing import pack_linear_layers
+from lln_fairseq.models import linear_ways
+from lln_fairseq.models.linear_choice import working_way
+from lln_fairseq.models.linear_ways import WAYS, Int8Way, quantize_rows
+from lln_fairseq.models.packed_linear import PackedWeights
+from lln_fairseq.models.packing import pack_linear_layers
 from tests.models.test_softmax_layers import build_model
 
 

@@ -15,7 +15,7 @@ from fairseq import checkpoint_utils
 from lln_fairseq.__main__ import main
 from lln_fairseq.analysis import probe
 from lln_fairseq.attention import LAYER_REGISTRY
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.training.sequence_parallel import shard_multiple
 from tests.fairseq_runs import (
@@ -135,23 +135,21 @@ def test_logits_depend_neither_on_padding_nor_on_the_batch(name, normalize_befor
 
 @every_layer
 def test_options_of_roberta_layers_are_rejected(name):
-    with pytest.raises(InputError, match="does not support feed_forward_tokens"):
+    with pytest.raises(UserError, match="does not support feed_forward_tokens"):
         build_model(attention=name, feed_forward_tokens=1)
 
 
 @pytest.mark.parametrize(("before", "now"), [("softmax", LAYERS[0]), (LAYERS[0], "softmax")])
 def test_checkpoint_with_other_layers_is_rejected(before, now, pretrained, task_data, tmp_path, monkeypatch):
     options = (*CLASSIFICATION, *LLN, "--attention", now, "--finetune-from-model", pretrained(before))
-    with pytest.raises(
-        InputError, match=f"has {before}, this model {now}: neither has the other's parameters"
-    ) as error:
+    with pytest.raises(UserError, match=f"has {before}, this model {now}: neither has the other's parameters") as error:
         train(monkeypatch, tmp_path / "log", task_data, tmp_path / "run", *options)
     assert "\n" not in str(error.value)
 
 
 @every_layer
 def test_sequence_parallelism_is_rejected(name):
-    with pytest.raises(InputError, match=f"^{name} replaces the whole encoder layer, and cannot split a sequence"):
+    with pytest.raises(UserError, match=f"^{name} replaces the whole encoder layer, and cannot split a sequence"):
         shard_multiple(build_model(attention=name))
 
 

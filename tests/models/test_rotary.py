@@ -5,10 +5,10 @@ import torch
 
 from lln_fairseq.__main__ import main
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
-from lln_fairseq.modules.multihead_attention import LLNMultiheadAttention
-from lln_fairseq.modules.token_shards import Shard
+from lln_fairseq.models.multihead_attention import LLNMultiheadAttention
+from lln_fairseq.models.token_shards import Shard
 from tests.conversion.sources import add_noise, compute_logits, padded_batch
 from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, assert_resumes_exactly, train
 from tests.models.small_model import build_model
@@ -84,13 +84,13 @@ def test_recomputed_layers_of_a_shard_give_the_same_gradients():
 
 
 def test_heads_with_an_odd_number_of_features_are_rejected():
-    with pytest.raises(InputError, match="rotary positions need heads with an even number of features, got 5"):
+    with pytest.raises(UserError, match="rotary positions need heads with an even number of features, got 5"):
         build_model(encoder_embed_dim=10, rotary=True)
 
 
 @pytest.mark.parametrize("name", ["flash", "tnn"])
 def test_mechanisms_that_replace_layers_are_rejected(name):
-    with pytest.raises(InputError, match=f"{name} replaces the whole encoder layer, and does not support rotary"):
+    with pytest.raises(UserError, match=f"{name} replaces the whole encoder layer, and does not support rotary"):
         build_model(attention=name, rotary=True)
 
 

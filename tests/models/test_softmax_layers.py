@@ -10,7 +10,7 @@ from lln_fairseq.__main__ import main
 from lln_fairseq.analysis.probe import record_layers
 from lln_fairseq.attention import ATTENTION_REGISTRY
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.inference.evaluate import compute_outputs, format_predictions, load_finetuned_model
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.training.sequence_parallel import shard_multiple
@@ -85,18 +85,18 @@ def test_softmax_model_accepts_softmax_layers():
 @pytest.mark.parametrize("text", ["3", "-1", "x", "0,", "1 2", "0-2", "²"])
 def test_wrong_layer_is_rejected(text):
     message = f"softmax_layers must be numbers from 0 to 2, separated by commas, got '{text}'"
-    with pytest.raises(InputError) as error:
+    with pytest.raises(UserError) as error:
         build_model(attention="lln", softmax_layers=text)
     assert str(error.value) == message
 
 
 def test_mechanism_that_replaces_layers_is_rejected():
-    with pytest.raises(InputError, match="flash replaces the whole encoder layer, and does not support softmax_layers"):
+    with pytest.raises(UserError, match="flash replaces the whole encoder layer, and does not support softmax_layers"):
         build_model(attention="flash", softmax_layers="0")
 
 
 def test_sequences_cannot_be_divided_among_workers():
-    with pytest.raises(InputError, match="attention softmax cannot split a sequence across workers"):
+    with pytest.raises(UserError, match="attention softmax cannot split a sequence across workers"):
         shard_multiple(build_model(attention="lln", softmax_layers="1"))
 
 
@@ -130,10 +130,10 @@ def test_resume_compares_softmax_layers_with_checkpoints_of_older_versions(train
         if stored == "no such option":
             del state["cfg"]["model"]["softmax_layers"]
         torch.save(state, path)
-        with pytest.raises(InputError, match=r"model\.softmax_layers = None in the checkpoint, now 1"):
+        with pytest.raises(UserError, match=r"model\.softmax_layers = None in the checkpoint, now 1"):
             train_until(update, "--softmax-layers", "1")
         train_until(update)
-    with pytest.raises(InputError, match=r"model\.softmax_layers = None in the checkpoint, now 1"):
+    with pytest.raises(UserError, match=r"model\.softmax_layers = None in the checkpoint, now 1"):
         train_until(5, "--softmax-layers", "1")
 
 
@@ -179,7 +179,7 @@ def test_damaged_option_of_a_checkpoint_is_rejected(trained, tmp_path):
     for value, message in (("7", "numbers from 0 to 1"), ({"a": 1}, "softmax_layers is not a plain value")):
         state["cfg"]["model"]["softmax_layers"] = value
         torch.save(state, tmp_path / "a.pt")
-        with pytest.raises(InputError, match=message):
+        with pytest.raises(UserError, match=message):
             load_model(str(tmp_path / "a.pt"), str(trained))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import lln_fairseq.__main__
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from scripts.research import conversion, pretraining, table1, units
 from scripts.research.programs import ProgramFailed, Programs, locked
 from scripts.research.report import write_report
@@ -299,5 +299,5 @@ def test_report_has_means_ranges_and_the_control(tmp_path):
 
 
 def test_report_without_results_says_what_to_run(tmp_path):
-    with pytest.raises(InputError, match=r"has no results: run `python -m scripts\.research\.table1 all "):
+    with pytest.raises(UserError, match=r"has no results: run `python -m scripts\.research\.table1 all "):
         write_report(tmp_path)

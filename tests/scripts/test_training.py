@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from lln_fairseq.command import UserError
+from lln_fairseq.errors import UserError
 from scripts.research import training
 
 PATHS = ("runs/a_b/checkpoint.pt", "runs/common.seed=1,x y/it's", "back\\slash/", "[a]{b}:c")

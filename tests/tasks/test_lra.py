@@ -13,7 +13,7 @@ from lln_fairseq import load
 from lln_fairseq.__main__ import main
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.models.lln_roberta import LLNRobertaModel
 from tests.data_prep.test_lra import SOURCES
 from tests.fairseq_runs import CLASSIFICATION, LLN, USER_DIR, hydra_train, make_classification, split_options
@@ -238,7 +238,7 @@ def test_command_line_options_build_the_same_model(data, tmp_path, monkeypatch):
 
 def test_two_towers_reject_stock_model(data, tmp_path, monkeypatch):
     stock_options = (*CLASSIFICATION, *USER_DIR, "--two-towers", "--batch-size", 2, "--arch", "roberta")
-    with pytest.raises(InputError, match="two_towers needs a model of this package"):
+    with pytest.raises(UserError, match="two_towers needs a model of this package"):
         fairseq_train(monkeypatch, tmp_path / "log", data / "retrieval", tmp_path / "a", *stock_options)
 
 
@@ -252,11 +252,11 @@ def test_two_towers_reject_stock_model(data, tmp_path, monkeypatch):
 )
 def test_unsupported_inputs_are_rejected(task, split, option, message, data):
     classifier = make_classifier("lln_sentence_prediction", data / task, **{option: True})
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(UserError, match=message):
         classifier.load_dataset(split)
 
 
 def test_text_model_rejects_checkpoint_without_tokenizer(data, tmp_path, monkeypatch):
     checkpoint = train_task(monkeypatch, data, "retrieval", "lln_diag", tmp_path)
-    with pytest.raises(InputError, match="cannot turn text into"):
+    with pytest.raises(UserError, match="cannot turn text into"):
         load(checkpoint)

@@ -5,7 +5,7 @@ from fairseq.data import data_utils
 from fairseq.tasks import setup_task
 from omegaconf import OmegaConf
 
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from tests.fairseq_runs import make_classification, make_corpus
 
 PAD = 1
@@ -43,7 +43,7 @@ def test_only_stock_fairseq_drops_rows(name, scored_rows, tmp_path):
 def test_too_long_rows_are_rejected(limits, tmp_path):
     task = make_classifier("lln_sentence_prediction", make_classification(tmp_path, sizes=(("train", 60),)))
     task.load_dataset("train")
-    with pytest.raises(InputError, match=r"a sample has 41 tokens, but .* at most 20: set .*shorten_method=truncate"):
+    with pytest.raises(UserError, match=r"a sample has 41 tokens, but .* at most 20: set .*shorten_method=truncate"):
         task.get_batch_iterator(task.dataset("train"), **limits, ignore_invalid_inputs=True)
 
 
@@ -109,25 +109,25 @@ def test_only_stock_fairseq_makes_samples_longer_than_tokens_per_sample(name, lo
 
 def test_num_classes_must_match_labels(tmp_path):
     data = make_classification(tmp_path, sizes=(("valid", 5),))
-    with pytest.raises(InputError, match=r"num_classes must be .*label/dict\.txt, 2 \(0, 1\), got 3"):
+    with pytest.raises(UserError, match=r"num_classes must be .*label/dict\.txt, 2 \(0, 1\), got 3"):
         make_task("lln_sentence_prediction", data, num_classes=3, regression_target=False)
 
 
 @pytest.mark.parametrize("option", ["init_token", "separator_token"])
 def test_token_option_must_be_in_dictionary(option, tmp_path):
     data = make_classification(tmp_path, sizes=(("valid", 5),))
-    with pytest.raises(InputError, match=rf"task\.{option} must be .* in \[0, 64\], got 1000000000"):
+    with pytest.raises(UserError, match=rf"task\.{option} must be .* in \[0, 64\], got 1000000000"):
         make_classifier("lln_sentence_prediction", data, **{option: 10**9})
 
 
 @pytest.mark.parametrize("mode", ["eos", "none"])
 def test_missing_split_is_named(mode, corpus):
-    with pytest.raises(InputError, match="cannot load split 'test'"):
+    with pytest.raises(UserError, match="cannot load split 'test'"):
         make_masked_lm(corpus, mode).load_dataset("test")
 
 
 def test_missing_dictionary_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"not a binarized data directory: .*dict\.txt is missing"):
+    with pytest.raises(UserError, match=r"not a binarized data directory: .*dict\.txt is missing"):
         make_masked_lm(tmp_path, "none")
-    with pytest.raises(InputError, match=r"not a binarized data directory: .*input0/dict\.txt is missing"):
+    with pytest.raises(UserError, match=r"not a binarized data directory: .*input0/dict\.txt is missing"):
         make_classifier("lln_sentence_prediction", tmp_path)

@@ -13,7 +13,8 @@ from fairseq.trainer import Trainer
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from lln_fairseq.errors import InputError, exit_with_one_line
+from lln_fairseq.errors import UserError
+from lln_fairseq.training.exit import exit_with_one_line
 from lln_fairseq.training.settings import TORCHRUN, check_best_metric, check_devices, check_patience
 from tests.fairseq_runs import (
     LLN,
@@ -30,13 +31,13 @@ from tests.training.conftest import RUN_OPTIONS
 def test_resume_rejects_another_optimizer(run_copy, tmp_path, monkeypatch):
     before = run_copy.checkpoint.read_bytes()
     run_options = (*RUN_OPTIONS, "--max-update", 4, "--bf16")
-    with pytest.raises(InputError, match=r"does not fit this run: Optimizer does not match.* or another --save-dir"):
+    with pytest.raises(UserError, match=r"does not fit this run: Optimizer does not match.* or another --save-dir"):
         train(monkeypatch, tmp_path / "log", run_copy.corpus, run_copy.save_dir, *run_options)
     assert run_copy.checkpoint.read_bytes() == before
 
 
 def test_finetuning_rejects_a_directory(corpus, tmp_path, monkeypatch):
-    with pytest.raises(InputError, match="no such checkpoint"):
+    with pytest.raises(UserError, match="no such checkpoint"):
         train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *RUN_OPTIONS, "--finetune-from-model", tmp_path)
 
 
@@ -44,14 +45,14 @@ def test_finetuning_rejects_a_directory(corpus, tmp_path, monkeypatch):
 def test_finetuning_rejects_a_file_that_is_no_checkpoint(content, message, corpus, tmp_path, monkeypatch):
     path = tmp_path / "file"
     path.write_bytes(content)
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(UserError, match=message):
         train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *RUN_OPTIONS, "--finetune-from-model", path)
 
 
 def test_damaged_data_is_rejected(tmp_path, monkeypatch):
     data = make_corpus(tmp_path / "data")
     (data / "valid.idx").write_text("")
-    with pytest.raises(InputError, match=r"cannot load split 'valid' .*doesn't match expected format"):
+    with pytest.raises(UserError, match=r"cannot load split 'valid' .*doesn't match expected format"):
         train(monkeypatch, tmp_path / "log", data, tmp_path / "a", *RUN_OPTIONS)
 
 
@@ -60,7 +61,7 @@ def test_validation_split_without_labels_is_rejected(tmp_path, monkeypatch):
     for suffix in ("bin", "idx"):
         (data / "label" / f"test.{suffix}").unlink()
     options = (*SCORED_CLASSIFICATION, "--valid-subset", "valid,test")
-    with pytest.raises(InputError, match=r"valid_subset.* must name splits with labels, but split 'test' .* has none"):
+    with pytest.raises(UserError, match=r"valid_subset.* must name splits with labels, but split 'test' .* has none"):
         train(monkeypatch, tmp_path / "log", data, tmp_path / "a", *options)
 
 
@@ -77,7 +78,7 @@ def test_regression_on_one_row_is_a_warning(tmp_path, monkeypatch, caplog):
 
 def test_save_dir_that_cannot_be_written_is_rejected(corpus, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="dummy: Not a directory"):
+    with pytest.raises(UserError, match="dummy: Not a directory"):
         train(monkeypatch, tmp_path / "log", corpus, tmp_path / "file", *RUN_OPTIONS)
 
 
@@ -123,7 +124,7 @@ def test_as_many_workers_as_gpus_are_accepted(workers, environment, gpus, monkey
     ],
 )
 def test_more_workers_than_gpus_are_rejected(workers, environment, gpus, message, monkeypatch):
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(UserError, match=message):
         check_devices_with(monkeypatch, workers, environment, gpus)
 
 
@@ -135,7 +136,7 @@ def test_removed_save_dir_is_named(corpus, tmp_path, monkeypatch):
         save(*args, **kwargs)
 
     monkeypatch.setattr(torch, "save", remove_and_save)
-    with pytest.raises(InputError, match=r"cannot save .*: .*/a.* removed by another program"):
+    with pytest.raises(UserError, match=r"cannot save .*: .*/a.* removed by another program"):
         train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *RUN_OPTIONS)
 
 
@@ -163,7 +164,7 @@ def test_interrupt_ends_in_one_line_and_run_resumes(signal_number, code, corpus,
 
 def test_full_disk_is_an_input_error_without_a_file_name():
     full_disk = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as TensorBoard raises it
-    with pytest.raises(InputError, match="cannot write the logs: No space left"), exit_with_one_line():
+    with pytest.raises(UserError, match="cannot write the logs: No space left"), exit_with_one_line():
         raise full_disk
 
 
@@ -175,7 +176,7 @@ def test_error_of_the_system_keeps_its_class():
 def test_input_error_under_hydra_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(GlobalHydra.instance(), "is_initialized", lambda: True)
     with pytest.raises(SystemExit) as exit_info, exit_with_one_line():
-        raise InputError("this and that")
+        raise UserError("this and that")
     assert exit_info.value.code == 1
     assert capsys.readouterr().err == "error: this and that\n"
 
@@ -183,8 +184,8 @@ def test_input_error_under_hydra_is_one_line(monkeypatch, capsys):
 def test_hydra_full_error_keeps_the_exception(monkeypatch):
     monkeypatch.setattr(GlobalHydra.instance(), "is_initialized", lambda: True)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    with pytest.raises(InputError), exit_with_one_line():
-        raise InputError("this and that")
+    with pytest.raises(UserError), exit_with_one_line():
+        raise UserError("this and that")
 
 
 @pytest.mark.parametrize(
@@ -196,7 +197,7 @@ def test_hydra_full_error_keeps_the_exception(monkeypatch):
     ],
 )
 def test_number_out_of_range_is_rejected(option, value, message, corpus, tmp_path, monkeypatch):
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(UserError, match=message):
         train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *MASKED_LM, *LLN, option, value)
     assert not (tmp_path / "a" / "checkpoint_last.pt").exists()
 
@@ -219,7 +220,7 @@ def check_metric(metric, maximize, criterion="lln_sentence_prediction", classes=
 def test_best_checkpoint_must_not_be_the_worst(metric, maximize):
     check_metric(metric, not maximize, "sentence_prediction")
     expected, given = ("false", "true") if maximize else ("true", "false")
-    with pytest.raises(InputError, match=rf"must be {expected} for {metric} .*, got {given}"):
+    with pytest.raises(UserError, match=rf"must be {expected} for {metric} .*, got {given}"):
         check_metric(metric, maximize, "sentence_prediction")
 
 
@@ -232,7 +233,7 @@ def test_best_checkpoint_must_not_be_the_worst(metric, maximize):
     ],
 )
 def test_metric_that_is_not_logged_is_rejected(metric, classes, regression, message):
-    with pytest.raises(InputError, match=f"must be one of {message}"):
+    with pytest.raises(UserError, match=f"must be one of {message}"):
         check_metric(metric, maximize=True, classes=classes, regression=regression)
 
 
@@ -266,7 +267,7 @@ def check_intervals(updates, epochs, patience=3):
     ],
 )
 def test_patience_needs_a_checkpoint_of_every_validation(updates, epochs, message):
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(UserError, match=message):
         check_intervals(updates, epochs)
     check_intervals(updates, epochs, patience=-1)
 
@@ -277,7 +278,7 @@ def test_patience_accepts_a_checkpoint_of_every_validation(updates):
 
 
 def test_fp16_and_amp_exclude_each_other(corpus, tmp_path, monkeypatch):
-    with pytest.raises(InputError, match="fp16 and amp cannot be combined"):
+    with pytest.raises(UserError, match="fp16 and amp cannot be combined"):
         train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *MASKED_LM, *LLN, "--amp", "--fp16")
 
 

@@ -8,7 +8,7 @@ from fairseq.dataclass.initialize import hydra_init
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.training.initial_model import START, InitialModel, missing_options
 from lln_fairseq.training.recipes import CONFIGS
 from tests.fairseq_runs import CLASSIFICATION, LLN, hydra_train, make_classification, train
@@ -91,7 +91,7 @@ def test_nothing_is_taken_without_checkpoint_or_for_another_model(overrides, fin
 
 
 def test_missing_checkpoint_is_an_error(finetune_config):
-    with pytest.raises(InputError, match=f"{START}=missing.pt: no such checkpoint"):
+    with pytest.raises(UserError, match=f"{START}=missing.pt: no such checkpoint"):
         missing_options(finetune_config(f"{START}=missing.pt"))
 
 
@@ -124,7 +124,7 @@ def test_jobs_of_a_sweep_take_common_options(joint_checkpoint, started_run, fine
 
     config = finetune_config()
     config.hydra.overrides.task += [f"{START}='{joint_checkpoint}','{started_run.checkpoint}'"]
-    with pytest.raises(InputError, match="the checkpoints of a sweep must have the same sizes"):
+    with pytest.raises(UserError, match="the checkpoints of a sweep must have the same sizes"):
         missing_options(config)
 
 
@@ -151,7 +151,7 @@ def test_fairseq_train_names_the_flags_of_other_sizes(started_run, task_data, tm
     message = (
         "has encoder_layers=2 encoder_attention_heads=2, but .*: give --encoder-layers 2 --encoder-attention-heads 2"
     )
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(UserError, match=message):
         train(monkeypatch, tmp_path / "log", task_data, tmp_path / "run", *options)
 
 
@@ -162,5 +162,5 @@ def test_checkpoint_of_a_language_model_is_named(corpus, task_data, tmp_path, mo
     }
     torch.save(state, tmp_path / "lm.pt")
     options = (*CLASSIFICATION, *LLN, "--finetune-from-model", tmp_path / "lm.pt")
-    with pytest.raises(InputError, match=r"lm.pt does not hold a RoBERTa \(its model is transformer_lm\)"):
+    with pytest.raises(UserError, match=r"lm.pt does not hold a RoBERTa \(its model is transformer_lm\)"):
         train(monkeypatch, tmp_path / "log", task_data, tmp_path / "run", *options)

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lln_fairseq.analysis.events import read_curves
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.training.settings import check_probe
 from tests.fairseq_runs import LLN, MASKED_LM, split_options, train
 
@@ -93,7 +93,7 @@ def test_probe_writes_histograms(corpus, tmp_path, monkeypatch):
 )
 def test_impossible_probe_is_rejected(probe_options, message, corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(UserError, match=message):
         run(monkeypatch, corpus, tmp_path / "a", *probe_options)
 
 
@@ -105,5 +105,5 @@ def test_probe_rejects_split_parameters():
             "distributed_training": {"ddp_backend": "fully_sharded"},
         }
     )
-    with pytest.raises(InputError, match="does not work with --ddp-backend fully_sharded"):
+    with pytest.raises(UserError, match="does not work with --ddp-backend fully_sharded"):
         check_probe(cfg)

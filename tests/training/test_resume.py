@@ -10,7 +10,7 @@ from fairseq.data.iterators import EpochBatchIterator
 from omegaconf import OmegaConf
 
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.training.resume import batch_offset
 from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, split_options, train
 from tests.helpers import with_representatives
@@ -139,7 +139,7 @@ def test_restore_file_does_not_overwrite_existing_run(corpus, task_data, tmp_pat
     run_options = (*CLASSIFICATION, *LLN, "--restore-file", tmp_path / "p" / "checkpoint_last.pt", *resets)
     train(monkeypatch, tmp_path / "a.log", task_data, tmp_path / "a", *run_options)
 
-    with pytest.raises(InputError, match="would overwrite it: use --finetune-from-model"):
+    with pytest.raises(UserError, match="would overwrite it: use --finetune-from-model"):
         train(monkeypatch, tmp_path / "b.log", task_data, tmp_path / "a", *run_options)
 
 
@@ -149,7 +149,7 @@ def test_more_positions_need_a_new_optimizer_state(precision, corpus, tmp_path, 
     train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *options)
     longer = (*options, "--restore-file", tmp_path / "a" / "checkpoint_last.pt", "--max-positions", 128)
     longer = (*longer, "--max-update", 4)
-    with pytest.raises(InputError, match=r"is for parameters of other shapes: .* --reset-optimizer"):
+    with pytest.raises(UserError, match=r"is for parameters of other shapes: .* --reset-optimizer"):
         train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "b", *longer)
 
     log = train(monkeypatch, tmp_path / "c.log", corpus, tmp_path / "c", *longer, "--reset-optimizer")
@@ -161,7 +161,7 @@ def test_damaged_last_checkpoint_names_an_intact_one(run_copy, tmp_path, monkeyp
     (run_copy.save_dir / "checkpoint_1_1.pt").write_bytes(b"damaged too")
     run_copy.checkpoint.write_bytes(run_copy.checkpoint.read_bytes()[:-5000])
 
-    with pytest.raises(InputError, match=r"damaged .*checkpoint_best\.pt .* copy it to checkpoint_last") as caught:
+    with pytest.raises(UserError, match=r"damaged .*checkpoint_best\.pt .* copy it to checkpoint_last") as caught:
         train(monkeypatch, tmp_path / "log", run_copy.corpus, run_copy.save_dir, *RUN_OPTIONS, "--max-update", 4)
 
     assert "weights_only" not in str(caught.value)
@@ -172,7 +172,7 @@ OTHER_BATCHES = ("--batch-size", 4, "--update-freq", 2)
 
 def test_other_batches_in_middle_of_epoch_are_rejected(run_copy, tmp_path, monkeypatch):
     run_options = (*RUN_OPTIONS, "--max-update", 4, *OTHER_BATCHES)
-    with pytest.raises(InputError, match=r"middle of an epoch with dataset\.batch_size = 8, .* has 4: keep .* until"):
+    with pytest.raises(UserError, match=r"middle of an epoch with dataset\.batch_size = 8, .* has 4: keep .* until"):
         train(monkeypatch, tmp_path / "log", run_copy.corpus, run_copy.save_dir, *run_options)
 
 
@@ -215,7 +215,7 @@ def test_batch_offset_with_other_workers(done, saved_workers, workers, expected)
 
 
 def test_batch_offset_rejects_indivisible_batches():
-    with pytest.raises(InputError, match=r"with 1 workers, .* divided among 8 workers: keep their number until"):
+    with pytest.raises(UserError, match=r"with 1 workers, .* divided among 8 workers: keep their number until"):
         batch_offset("a.pt", configuration(1), 10, OmegaConf.create(configuration(8)))
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from lln_fairseq import files
 from lln_fairseq.checkpoints.reading import PLUGIN_STATE, load_checkpoint_lazily, plugin_state
-from lln_fairseq.data import files
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.training.run_identity import changed_settings
 from tests.fairseq_runs import (
     CLASSIFICATION,
@@ -43,7 +43,7 @@ CHANGES = [
 def test_resume_rejects_changed_settings(changes, message, run_copy, tmp_path, monkeypatch):
     before = run_copy.checkpoint.read_bytes()
     run_options = (*RUN_OPTIONS, "--max-update", 4, *changes)
-    with pytest.raises(InputError, match=f"holds another run: .*{message}.*or choose another --save-dir"):
+    with pytest.raises(UserError, match=f"holds another run: .*{message}.*or choose another --save-dir"):
         train(monkeypatch, tmp_path / "log", run_copy.corpus, run_copy.save_dir, *run_options)
     assert run_copy.checkpoint.read_bytes() == before
 
@@ -52,7 +52,7 @@ def test_resume_rejects_changed_settings(changes, message, run_copy, tmp_path, m
 def test_restore_file_in_save_dir_is_the_same_run(path, run_copy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     changes = ("--max-update", 4, "--seed", 4, "--restore-file", path.format(tmp_path=tmp_path))
-    with pytest.raises(InputError, match=r"run holds another run: common\.seed = 3 .* now 4"):
+    with pytest.raises(UserError, match=r"run holds another run: common\.seed = 3 .* now 4"):
         train(monkeypatch, tmp_path / "log", run_copy.corpus, "run", *RUN_OPTIONS, *changes)
 
 
@@ -143,7 +143,7 @@ def test_classes_without_dataclass_are_compared_too(class_option, started_run, t
     assert log["train"][-1]["num_updates"] == "2"
 
     changes = ("--max-update", 3, "--dropout", 0.3, "--weight-decay", 0.2)
-    with pytest.raises(InputError, match=r"model\.dropout = 0\.1 .* optimizer\.weight_decay = 0\.0 "):
+    with pytest.raises(UserError, match=r"model\.dropout = 0\.1 .* optimizer\.weight_decay = 0\.0 "):
         train(monkeypatch, tmp_path / "c.log", corpus, run, *run_options, *changes)
 
 
@@ -168,7 +168,7 @@ def test_reset_optimizer_accepts_changed_settings(run_copy, tmp_path, monkeypatc
 def test_resume_rejects_other_data_with_same_dictionary(run_copy, tmp_path, monkeypatch):
     other_corpus = shutil.copytree(run_copy.corpus, tmp_path / "other")
     binarize(sentences(60, seed=9), other_corpus / "dict.txt", other_corpus / "train")
-    with pytest.raises(InputError, match="holds another run: other training data"):
+    with pytest.raises(UserError, match="holds another run: other training data"):
         train(monkeypatch, tmp_path / "log", other_corpus, run_copy.save_dir, *RUN_OPTIONS, "--max-update", 4)
 
 
@@ -183,7 +183,7 @@ def test_resume_rejects_exchanged_labels(tmp_path, monkeypatch):
     exchanged = make_classification(tmp_path / "b", class_of=lambda row, line: "w1 " not in line)
     run_options = (*CLASSIFICATION, *LLN, "--max-update")
     train(monkeypatch, tmp_path / "a.log", data, tmp_path / "run", *run_options, 1)
-    with pytest.raises(InputError, match="holds another run: other training data"):
+    with pytest.raises(UserError, match="holds another run: other training data"):
         train(monkeypatch, tmp_path / "b.log", exchanged, tmp_path / "run", *run_options, 2)
 
 
@@ -194,7 +194,7 @@ def test_resume_rejects_labels_in_another_order(tmp_path, monkeypatch):
     train(monkeypatch, tmp_path / "a.log", data, tmp_path / "run", *run_options, 1)
     make_dictionary(data / "label" / "dict.txt", ("yes", "no"))
     message = r"holds another run: the labels \['no', 'yes'\] in the checkpoint, now \['yes', 'no'\]. Restore"
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(UserError, match=message):
         train(monkeypatch, tmp_path / "b.log", data, tmp_path / "run", *run_options, 2)
 
 
@@ -249,7 +249,7 @@ class InitialModels:
         return plugin_state(load_checkpoint_lazily(str(run / "checkpoint_last.pt")))["start"]
 
     def assert_rejected(self, run, *extra_options):
-        with pytest.raises(InputError, match="holds another run: another initial model"):
+        with pytest.raises(UserError, match="holds another run: another initial model"):
             self.train(run, 9, *extra_options)
 
 

@@ -12,10 +12,10 @@ from fairseq.file_io import PathManager
 from omegaconf import OmegaConf
 
 from lln_fairseq.__main__ import main
-from lln_fairseq.errors import InputError, TrainingError
+from lln_fairseq.errors import TrainingError, UserError
 from lln_fairseq.fairseq_compat import patches
-from lln_fairseq.modules.multihead_attention import LLNMultiheadAttention
-from lln_fairseq.tasks import run_worker
+from lln_fairseq.models.multihead_attention import LLNMultiheadAttention
+from lln_fairseq.tasks import run_registered_worker
 from lln_fairseq.training.settings import split_global_batch
 from tests.fairseq_runs import (
     CLASSIFICATION,
@@ -130,13 +130,13 @@ def test_full_disk_keeps_last_checkpoint(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # fairseq waits before it tries again
 
     with pytest.raises(
-        InputError, match=r"cannot save .*: No space left on device .*the last saved checkpoint is complete"
+        UserError, match=r"cannot save .*: No space left on device .*the last saved checkpoint is complete"
     ):
         train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "a", *run_options, 4)
     assert last.read_bytes() == before
     assert not [path for path in (tmp_path / "a").iterdir() if path.suffix in (".tmp", ".part")]
 
-    with pytest.raises(InputError, match=r"cannot save .*/new .*checkpoint_last\.pt.* free some space"):
+    with pytest.raises(UserError, match=r"cannot save .*/new .*checkpoint_last\.pt.* free some space"):
         train(monkeypatch, tmp_path / "new.log", corpus, tmp_path / "new", *run_options, 4)
 
 
@@ -153,7 +153,7 @@ def test_full_disk_keeps_last_checkpoint(corpus, tmp_path, monkeypatch):
     ],
 )
 def test_impossible_settings_are_rejected(wrong_options, message, corpus, tmp_path, monkeypatch):
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(UserError, match=message):
         train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, *wrong_options)
 
 
@@ -190,7 +190,7 @@ def test_global_batch_is_split_over_devices(global_batch, batch_size, update_fre
 )
 def test_indivisible_global_batch_is_rejected(batch_size, update_freq, workers):
     cfg = batch_configuration(32, batch_size, update_freq, workers)
-    with pytest.raises(InputError, match=r"task\.global_batch is 32 .* change one of them"):
+    with pytest.raises(UserError, match=r"task\.global_batch is 32 .* change one of them"):
         split_global_batch(cfg)
 
 
@@ -205,7 +205,7 @@ def test_update_sees_global_batch(tmp_path, monkeypatch):
 def main_with_wrong_input(cfg):
     """Fail like the main of a training in a spawned process, where the tasks must be registered too."""
     assert "lln_masked_lm" in fairseq.tasks.TASK_REGISTRY
-    raise InputError("no such file: x")
+    raise UserError("no such file: x")
 
 
 def call_main_in_process(cfg, main):
@@ -233,7 +233,7 @@ def test_error_in_spawned_worker_is_one_line(capfd):
     )
 
     with pytest.raises(SystemExit) as exit_info:
-        patches._call_main(run_worker, call_main_in_process, cfg, main_with_wrong_input)
+        patches._call_main(run_registered_worker, call_main_in_process, cfg, main_with_wrong_input)
 
     assert exit_info.value.code == 1
     stderr = capfd.readouterr().err
@@ -245,7 +245,7 @@ def test_error_in_spawned_worker_is_one_line(capfd):
 def test_finetuning_rejects_another_dictionary(symbols, started_run, tmp_path, monkeypatch):
     other_corpus = make_corpus(tmp_path / "other", words=symbols)
     run_options = (*MASKED_LM, *LLN, "--finetune-from-model", started_run.checkpoint)
-    with pytest.raises(InputError, match=r"dictionary of .*other .*checkpoint_last.pt"):
+    with pytest.raises(UserError, match=r"dictionary of .*other .*checkpoint_last.pt"):
         train(monkeypatch, tmp_path / "a.log", other_corpus, tmp_path / "a", *run_options)
 
 

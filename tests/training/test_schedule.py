@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.training.schedule import total_updates
 from tests.fairseq_runs import LLN, MASKED_LM, split_options, train
 
@@ -34,7 +34,7 @@ def test_impossible_fraction_is_rejected(changes, message, corpus, tmp_path, mon
     run_options = (*MASKED_LM, *LLN, *POLYNOMIAL, "--warmup-fraction", 0.1, *changes)
     if "inverse_sqrt" in changes:
         run_options = (*MASKED_LM, *LLN, "--warmup-updates", 2, "--warmup-fraction", 0.1, *changes)
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(UserError, match=message):
         train(monkeypatch, tmp_path / "log", corpus, tmp_path / "run", *run_options)
 
 

@@ -21,10 +21,10 @@ from fairseq.options import get_training_parser, parse_args_and_arch
 from omegaconf import OmegaConf
 
 from lln_fairseq.analysis.events import read_curves
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.inference import evaluate
 from lln_fairseq.models import LLNRobertaModel
-from lln_fairseq.modules.token_shards import shard_bounds
+from lln_fairseq.models.token_shards import shard_bounds
 from lln_fairseq.training.sequence_parallel import SequenceParallelism, shard_multiple
 from lln_fairseq.training.settings import split_global_batch
 from tests.fairseq_runs import (
@@ -246,7 +246,7 @@ def build_model(*model_options):
     ],
 )
 def test_unsupported_model_is_rejected_by_name(model_options, message):
-    with pytest.raises(InputError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         shard_multiple(build_model(*model_options))
     assert "\n" not in str(error.value)
 
@@ -254,7 +254,7 @@ def test_unsupported_model_is_rejected_by_name(model_options, message):
 @pytest.mark.parametrize("size", [0, 2])
 def test_group_size_must_divide_number_of_workers(size, directory, monkeypatch):
     data, _, *run_options = run_arguments("masked", directory, update_freq=1)
-    with pytest.raises(InputError, match=f"must divide the number of workers, 1 .* got {size}"):
+    with pytest.raises(UserError, match=f"must divide the number of workers, 1 .* got {size}"):
         train(
             monkeypatch,
             directory / "log-rejected",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lln_fairseq.command import UserError
+from lln_fairseq.errors import UserError
 from lln_fairseq.training.recipes import CONFIGS
 from lln_fairseq.training.train import with_recipe
 

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from lln_fairseq import command
 from lln_fairseq.checkpoints.saving import LOCK
-from lln_fairseq.errors import InputError
+from lln_fairseq.errors import UserError
 from lln_fairseq.training import worker
 from lln_fairseq.training.worker import lock_save_dir
 from tests.fairseq_runs import train
@@ -78,7 +78,7 @@ def lock_holder(tmp_path):
 
 def test_second_training_is_rejected_until_first_is_killed(lock_holder, corpus, tmp_path, monkeypatch):
     message = rf"{tmp_path} .* running \(process {lock_holder.pid} on this\).* --save-dir"
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(UserError, match=message):
         train(monkeypatch, tmp_path / "log", corpus, tmp_path, *RUN_OPTIONS)
 
     lock_holder.kill()
@@ -94,7 +94,7 @@ def test_processes_that_do_not_save_need_no_lock(setting, lock_holder, tmp_path)
 
 
 def test_first_worker_needs_the_lock(lock_holder, tmp_path):
-    with pytest.raises(InputError), lock_save_dir(configuration(tmp_path)):
+    with pytest.raises(UserError), lock_save_dir(configuration(tmp_path)):
         pass
 
 

@@ -275,7 +275,7 @@ def test_users_without_a_home_have_no_cache(monkeypatch):
     for name in ("LLN_KERNEL_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
-    assert compile.cache_directory() is None
+    assert compile.library_cache() is None
 
 
 @needs_compiler

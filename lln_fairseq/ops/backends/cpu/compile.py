@@ -42,7 +42,7 @@ def load_library(main: Path, **macros: int) -> ctypes.CDLL:
     definitions = [f"-D{name}={value}" for name, value in macros.items()]
     command = [*_find_compiler(), *FLAGS, *definitions, str(main)]
     name = f"{main.stem}-{_digest(main.parent, command)}.so"
-    folder = cache_directory()
+    folder = library_cache()
     if folder and (reason := reason_to_distrust(folder)):
         logger.warning("%s. Until then, compiled kernels are not cached there", reason)
         folder = None
@@ -115,7 +115,7 @@ def _is_intact(library: Path) -> bool:
     return hashlib.sha256(content).digest() == data[-CHECKSUM_BYTES:]
 
 
-def cache_directory() -> Path | None:
+def library_cache() -> Path | None:
     """Return the directory of the compiled libraries. It need not exist.
 
     It is $LLN_KERNEL_CACHE if that variable is set, otherwise $XDG_CACHE_HOME/lln_fairseq/kernels, otherwise

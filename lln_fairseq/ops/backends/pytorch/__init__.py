@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.ops.backends import HybridSpec
-from lln_fairseq.ops.backends.pytorch.block_diag import BlockDiagAttention
+from lln_fairseq.ops.backends.pytorch.block_diag import BlockDiagPasses
 from lln_fairseq.ops.backends.pytorch.call_context import CallContext, HeadGradients, HeadTensors
-from lln_fairseq.ops.backends.pytorch.joint import JointAttention
-from lln_fairseq.ops.backends.pytorch.lln import LLNAttention
+from lln_fairseq.ops.backends.pytorch.joint import JointPasses
+from lln_fairseq.ops.backends.pytorch.lln import LLNPasses
 from lln_fairseq.ops.backends.pytorch.sharded import sharded_backward, sharded_forward
 from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.layout import fresh_result
@@ -72,14 +72,14 @@ def _forward_group(call: CallContext, group: slice, inputs: Sequence[Tensor], he
     outputs = call.select(group, [out])
     buffers = call.output_buffers(outputs)
     if call.spec.joint:
-        JointAttention(call, group, heads.select(group)).forward(loaded, buffers[0])
+        JointPasses(call, group, heads.select(group)).forward(loaded, buffers[0])
     else:
         if call.spec.lln_weight:
-            LLNAttention(call, group, heads.select(group)).forward(loaded, buffers[0])
+            LLNPasses(call, group, heads.select(group)).forward(loaded, buffers[0])
         else:
             buffers[0].zero_()
         if call.spec.diag_weight:
-            BlockDiagAttention(call, group).forward(loaded, buffers[0])
+            BlockDiagPasses(call, group).forward(loaded, buffers[0])
     call.store_outputs(buffers, outputs)
 
 
@@ -140,15 +140,15 @@ def _backward_group(
     outputs = call.select(group, grads)
     buffers = call.output_buffers(outputs)
     if call.spec.joint:
-        JointAttention(call, group, heads.select(group)).backward(loaded, buffers, scalar_grads)
+        JointPasses(call, group, heads.select(group)).backward(loaded, buffers, scalar_grads)
     else:
         if call.spec.lln_weight:
-            LLNAttention(call, group, heads.select(group)).backward(loaded, buffers, scalar_grads)
+            LLNPasses(call, group, heads.select(group)).backward(loaded, buffers, scalar_grads)
         else:
             for buffer in buffers:
                 buffer.zero_()
         if call.spec.diag_weight:
-            BlockDiagAttention(call, group).backward(loaded, buffers)
+            BlockDiagPasses(call, group).backward(loaded, buffers)
     call.store_outputs(buffers, outputs)
 
 

@@ -23,7 +23,7 @@ def softmax_backward(grad: Tensor, p: Tensor) -> Tensor:
     return torch.ops.aten._softmax_backward_data.out(grad, p, -1, p.dtype, grad_input=grad)
 
 
-class BlockDiagAttention:
+class BlockDiagPasses:
     """Computes diag_weight · softmax(q kᵀ / √D) v inside the blocks of one group of heads.
 
     With dropout, the seed of the call and the group decide which probabilities are dropped. So the forward pass and the

@@ -27,9 +27,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops.backends.pytorch.block_diag import BlockDiagAttention, softmax_backward
+from lln_fairseq.ops.backends.pytorch.block_diag import BlockDiagPasses, softmax_backward
 from lln_fairseq.ops.backends.pytorch.call_context import CallContext, HeadGradients, HeadTensors
-from lln_fairseq.ops.backends.pytorch.lln import LLNAttention
+from lln_fairseq.ops.backends.pytorch.lln import LLNPasses
 from lln_fairseq.ops.joint import (
     BlockKinds,
     classify_blocks,
@@ -39,7 +39,7 @@ from lln_fairseq.ops.joint import (
 )
 
 
-class JointAttention:
+class JointPasses:
     """Computes the joint form for one group of G heads.
 
     A tensor with one number for each block is (G · blocks, 1, 1), and a tensor with one number for each query is
@@ -60,10 +60,10 @@ class JointAttention:
         self.heads = heads
         self.group = group
         self.scratch = call.scratch
-        self.lln = LLNAttention(call, group, heads)
+        self.lln = LLNPasses(call, group, heads)
         self.key_max = heads.key_max
         self.key_sum = heads.key_sum
-        self.block_diag = BlockDiagAttention(call, group)
+        self.block_diag = BlockDiagPasses(call, group)
         self.block_size = call.block_size
         self.as_blocks = self.block_diag.as_blocks
         self.num_heads = heads.offset.shape[0]

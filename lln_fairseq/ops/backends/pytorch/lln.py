@@ -24,7 +24,7 @@ from lln_fairseq.ops.backends.pytorch.block_diag import softmax_backward
 from lln_fairseq.ops.backends.pytorch.call_context import CallContext, HeadGradients, HeadTensors
 
 
-class LLNAttention:
+class LLNPasses:
     """Computes lln_weight · LLN attention for one group of G heads.
 
     Args:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops.backends.pytorch.block_diag import BlockDiagAttention
+from lln_fairseq.ops.backends.pytorch.block_diag import BlockDiagPasses
 from lln_fairseq.ops.backends.pytorch.call_context import CallContext, HeadGradients, HeadTensors
-from lln_fairseq.ops.backends.pytorch.lln import LLNAttention
+from lln_fairseq.ops.backends.pytorch.lln import LLNPasses
 from lln_fairseq.ops.exchange import Exchange
 
 
@@ -30,7 +30,7 @@ def sharded_forward(
     key_sum = torch.empty_like(heads.log_sum)
     for group in call.groups:
         _, k, v = call.load_inputs(group, inputs)
-        key_max[group], key_sum[group] = LLNAttention(call, group, heads.select(group)).sum_keys(k, v)
+        key_max[group], key_sum[group] = LLNPasses(call, group, heads.select(group)).sum_keys(k, v)
     key_max, key_sum, state = exchange.merge_states(key_max[:, 0], key_sum[:, 0], heads.state)
     heads.state.copy_(state)
     torch.add(key_max[:, None], key_sum[:, None].clamp_min(1.0).log(), out=heads.log_sum)
@@ -38,9 +38,9 @@ def sharded_forward(
         loaded = call.load_inputs(group, inputs)
         outputs = call.select(group, [out])
         buffers = call.output_buffers(outputs)
-        LLNAttention(call, group, heads.select(group)).answer_queries(loaded[0], buffers[0])
+        LLNPasses(call, group, heads.select(group)).answer_queries(loaded[0], buffers[0])
         if call.spec.diag_weight:
-            BlockDiagAttention(call, group).forward(loaded, buffers[0])
+            BlockDiagPasses(call, group).forward(loaded, buffers[0])
         call.store_outputs(buffers, outputs)
 
 
@@ -66,7 +66,7 @@ def sharded_backward(
         q, _, _, grad_out = call.load_inputs(group, inputs)
         outputs = call.select(group, grads[:1])
         buffers = call.output_buffers(outputs)
-        lln = LLNAttention(call, group, heads.select(group))
+        lln = LLNPasses(call, group, heads.select(group))
         grad_state[group], g[group] = lln.queries_backward(q, grad_out, buffers[0], scalar_grads.alpha)
         call.store_outputs(buffers, outputs)
     grad_state, g = exchange.sum(grad_state, g)
@@ -74,10 +74,10 @@ def sharded_backward(
         loaded = call.load_inputs(group, inputs)
         outputs = call.select(group, grads)
         buffers = call.output_buffers(outputs)
-        lln = LLNAttention(call, group, heads.select(group))
+        lln = LLNPasses(call, group, heads.select(group))
         lln.keys_backward(loaded[1], loaded[2], grad_state[group], g[group], buffers[1:], scalar_grads.beta)
         # The first loop has already computed the gradient of q: the block-diagonal part is added to it.
         buffers[0] = call.scratch.load("result0", outputs[0])
         if call.spec.diag_weight:
-            BlockDiagAttention(call, group).backward(loaded, buffers)
+            BlockDiagPasses(call, group).backward(loaded, buffers)
         call.store_outputs(buffers, outputs)

@@ -1,0 +1,1 @@
+"""Mechanisms that exist for comparison with LLN+Diag, one file each."""

@@ -1,1 +1,0 @@
-"""fairseq modules with LLN attention, between fairseq's (T, B, C) tensors and the attentions on (B, H, N, D)."""

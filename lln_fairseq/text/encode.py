@@ -1,0 +1,207 @@
+"""Encode lines of text into fairseq's ids, in order, with several processes.
+
+Text is processed as a stream, so the memory in use does not grow with the size of the corpus. A small data set is
+encoded in the calling process, and no other processes are started for it.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import chain, islice
+from multiprocessing.connection import wait
+from types import TracebackType
+from typing import TypeVar
+
+import numpy as np
+
+from lln_fairseq.errors import UserError
+from lln_fairseq.text.binary_format import Block
+from lln_fairseq.text.special_symbols import EOS
+from lln_fairseq.text.tokenizers import Tokenizer, flat_ids, make_tokenizer
+from lln_fairseq.text.vocabulary import Vocabulary
+
+BLOCK_CHARACTERS = 1 << 19
+INLINE_BLOCKS = 8  # with fewer blocks, one process is faster than starting others
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def usable_cores() -> int:
+    """Return the number of CPU cores that this process may use. If the number is unknown, return 1."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def encode_block(tokenizer: Tokenizer, table: np.ndarray, lines: Sequence[str]) -> Block:
+    """Encode lines into fairseq's ids. Each line becomes one sample, which ends with </s>.
+
+    Args:
+        tokenizer: turns the lines into its own ids.
+        table: fairseq's id for each of the tokenizer's ids, int32 (tokenizer ids,).
+        lines: the lines. An empty line becomes a sample with only </s>.
+
+    Returns:
+        The ids of all samples, int32 (tokens,), and the length of each sample, </s> included, int64 (lines,).
+    """
+    tokenizer_ids, lengths = flat_ids(tokenizer.encode_ids(lines))
+    lengths += 1
+    ids = np.full(int(lengths.sum()), EOS, dtype=np.int32)
+    is_text = np.ones(len(ids), dtype=bool)
+    is_text[np.cumsum(lengths) - 1] = False
+    ids[is_text] = table[tokenizer_ids]
+    return ids, lengths
+
+
+def split_into_blocks(lines: Iterable[str]) -> Iterator[list[str]]:
+    """Yield the lines in lists of consecutive lines, each with at least BLOCK_CHARACTERS characters.
+
+    A list ends with the line that makes it long enough. The last list may be shorter. The newline of each line counts
+    as a character. If there are no lines, nothing is yielded.
+    """
+    block: list[str] = []
+    characters = 0
+    for line in lines:
+        block.append(line)
+        characters += len(line) + 1
+        if characters >= BLOCK_CHARACTERS:
+            yield block
+            block = []
+            characters = 0
+    if block:
+        yield block
+
+
+def prepare_worker() -> None:
+    """Prepare this worker process: ignore Ctrl-C, and end the process as soon as its parent process ends.
+
+    Ctrl-C in a terminal also reaches the parent, which shuts its workers down. If the parent is killed, a worker would
+    otherwise wait for work forever.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_exit_with_parent, args=(parent.sentinel,), daemon=True).start()
+
+
+def _exit_with_parent(parent_sentinel: int) -> None:
+    """Wait until the parent process ends, and then end this process at once with exit code 1."""
+    wait([parent_sentinel])
+    os._exit(1)
+
+
+def map_in_order(
+    pool: ProcessPoolExecutor,
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    workers: int,
+) -> Iterator[Result]:
+    """Call a function for every item in a pool of processes, and yield the results in the order of the items.
+
+    Args:
+        pool: the pool, which the caller creates and shuts down.
+        function: the function. Its exceptions are raised by the iterator.
+        items: the arguments. At most 2 * workers + 1 items are read ahead of the results, so there may be infinitely
+            many.
+        workers: the number of processes in the pool.
+
+    Raises:
+        UserError: if a process of the pool is killed.
+    """
+    pending: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            pending.append(pool.submit(function, item))
+            if len(pending) > 2 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            "a worker process was killed, perhaps because memory ran out; if so, use fewer --workers"
+        ) from error
+
+
+_worker_tokenizer: Tokenizer
+_worker_table: np.ndarray
+
+
+def _start_worker(kind: str, files: dict[str, bytes], table: np.ndarray) -> None:
+    """Initialize a process of the pool: create the tokenizer that `_encode_in_worker` uses.
+
+    Args:
+        kind, files: the arguments of `make_tokenizer`.
+        table: fairseq's id for each of the tokenizer's ids, int32 (tokenizer ids,).
+    """
+    global _worker_tokenizer, _worker_table
+    prepare_worker()
+    _worker_tokenizer = make_tokenizer(kind, files)
+    _worker_table = table
+
+
+def _encode_in_worker(lines: list[str]) -> Block:
+    """Encode lines in a process of the pool, with the tokenizer that `_start_worker` has created."""
+    return encode_block(_worker_tokenizer, _worker_table, lines)
+
+
+class ParallelEncoder:
+    """Encodes lines with several processes.
+
+    The processes are started for the first large text, and kept for later texts. Use the encoder as a context manager:
+    the processes end with the `with` block.
+
+    Args:
+        vocabulary: the tokenizer with its dictionary.
+        workers: the number of processes. None uses all cores; with 1, the calling process encodes everything.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, workers: int | None = None) -> None:
+        self.vocabulary = vocabulary
+        self.workers = usable_cores() if workers is None else workers
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> "ParallelEncoder":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def _start_pool(self) -> ProcessPoolExecutor:
+        """Return a new pool of processes, each of which has its own copy of the tokenizer."""
+        tokenizer = self.vocabulary.tokenizer
+        return ProcessPoolExecutor(
+            self.workers,
+            # "fork" may hang here: the tokenizer libraries start threads, and a fork copies locks but no threads.
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_start_worker,
+            initargs=(tokenizer.kind, dict(tokenizer.files), self.vocabulary.table),
+        )
+
+    def blocks(self, lines: Iterable[str]) -> Iterator[Block]:
+        """Encode the lines, one sample per line, and yield the samples in order.
+
+        The lines are read while the blocks are consumed. If the text makes fewer than INLINE_BLOCKS blocks and the
+        processes have not been started yet, the calling process encodes it.
+
+        Yields: blocks of samples, as `encode_block` returns them.
+
+        Raises:
+            UserError: if a process is killed.
+        """
+        line_blocks = split_into_blocks(lines)
+        if self._pool is None:
+            first_blocks = list(islice(line_blocks, INLINE_BLOCKS))
+            line_blocks = chain(first_blocks, line_blocks)
+            if self.workers <= 1 or len(first_blocks) < INLINE_BLOCKS:
+                for block in line_blocks:
+                    yield encode_block(self.vocabulary.tokenizer, self.vocabulary.table, block)
+                return
+            self._pool = self._start_pool()
+        yield from map_in_order(self._pool, _encode_in_worker, line_blocks, self.workers)

@@ -1,0 +1,50 @@
+"""Define the special symbols of fairseq's dictionaries, and parse dict.txt.
+
+Every fairseq dictionary begins with four special symbols, which dict.txt does not list.
+"""
+
+from collections.abc import Iterable
+
+from lln_fairseq.errors import UserError
+
+SPECIAL_SYMBOLS = ("<s>", "<pad>", "</s>", "<unk>")  # symbol i has the id i
+NUM_SPECIAL = 4  # symbol i of dict.txt has the id 4 + i
+BOS = 0
+PAD = 1
+EOS = 2
+UNKNOWN = 3
+MASK = "<mask>"  # the tasks append it to the dictionary
+OVERWRITE = " #fairseq:overwrite"  # ends a line of dict.txt whose symbol may occur twice
+
+
+def parse_dictionary(lines: Iterable[str]) -> list[str]:
+    """Return the symbols of a dict.txt in order. Symbol i, from 0, has fairseq's id 4 + i.
+
+    Args:
+        lines: the lines of the file, each "SYMBOL COUNT".
+
+    Raises:
+        UserError: if a line is not a symbol and an integer. Also if its symbol is a special symbol or occurs in an
+            earlier line, unless the line ends with OVERWRITE. The message contains the line number.
+    """
+    seen = set(SPECIAL_SYMBOLS)
+    symbols = []
+    for number, line in enumerate(lines, start=1):
+        entry = line.rstrip()
+        symbol, separator, count = entry.removesuffix(OVERWRITE).rpartition(" ")
+        if not separator or not _is_integer(count):
+            raise UserError(f"line {number}: expected a symbol and its count, found {entry[:40]!r}")
+        if symbol in seen and not entry.endswith(OVERWRITE):
+            raise UserError(f"line {number}: the symbol {symbol!r} occurs twice")
+        seen.add(symbol)
+        symbols.append(symbol)
+    return symbols
+
+
+def _is_integer(text: str) -> bool:
+    """Return True if fairseq accepts the text as a count: it must be an integer for Python's `int`."""
+    try:
+        int(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,265 @@
+"""Turn texts into the token ids that a task's data set would have for them, and into batches, for prediction."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln_fairseq.errors import UserError
+from lln_fairseq.text.encode import encode_block
+from lln_fairseq.text.special_symbols import MASK
+
+Text = str | Sequence[str]  # one text, or a pair of texts as a tuple or list
+BATCH_TOKENS = 8192  # padding included; a longer sample becomes a batch of its own
+CHUNK_TEXTS = 2048  # number of rows that are tokenized and sorted by length together
+CHUNK_CHARACTERS = 1 << 20
+CONTINUATION = "\ue000"  # a private-use character, prepended to text that continues a line
+ON_LONG = ("truncate", "error")  # what can be done with a text that is longer than the model takes
+
+
+class LongTextError(UserError):
+    """A text is longer than the model takes.
+
+    Args:
+        name: the name of the text in the message.
+        index: the position of the text among those that were passed, from 0.
+        length: its number of tokens, special tokens included.
+        longest: the number of tokens that the model takes.
+    """
+
+    def __init__(self, name: str, index: int, length: int, longest: int) -> None:
+        super().__init__(f"{name} has {length} tokens, but the model takes at most {longest}")
+        self.index = index
+        self.length = length
+        self.longest = longest
+
+
+class LengthLimit:
+    """Cuts samples to the longest sequence of a model, or rejects longer ones, and counts what it cuts.
+
+    Args:
+        longest: the maximum number of tokens of a sample.
+        on_long: "truncate" to cut longer samples, "error" to reject them.
+        name: what an error calls a sample; {index} stands for its position.
+
+    Attributes:
+        samples: the number of samples so far.
+        cut_samples: the number of samples that were cut.
+        dropped_tokens: the number of tokens that were cut off.
+
+    Raises:
+        UserError: if `on_long` is neither of them.
+    """
+
+    def __init__(self, longest: int, on_long: str = "truncate", name: str = "texts[{index}]") -> None:
+        if on_long not in ON_LONG:
+            raise UserError(f"on_long must be one of {', '.join(ON_LONG)}, got {on_long!r}")
+        self.longest = longest
+        self.on_long = on_long
+        self.name = name
+        self.samples = 0
+        self.cut_samples = 0
+        self.dropped_tokens = 0
+
+    def apply(self, samples: Iterable[Tensor]) -> list[Tensor]:
+        """Return the samples (N,), each cut to `longest` tokens.
+
+        Raises:
+            LongTextError: if a sample is longer and on_long="error".
+        """
+        cut = []
+        for sample in samples:
+            excess = len(sample) - self.longest
+            if excess > 0:
+                if self.on_long == "error":
+                    name = self.name.format(index=self.samples)
+                    raise LongTextError(name, self.samples, len(sample), self.longest)
+                self.cut_samples += 1
+                self.dropped_tokens += excess
+            self.samples += 1
+            cut.append(sample[: self.longest])
+        return cut
+
+    def message(self) -> str:
+        """Return a line that says how much was cut, or "" if nothing was."""
+        if self.cut_samples == 0:
+            return ""
+        return (
+            f"cut {self.cut_samples} of {self.samples} texts to the {self.longest} tokens that the model takes: "
+            f"{self.dropped_tokens} tokens were dropped"
+        )
+
+
+class TextIds:
+    """Encodes texts into the samples that the training data would have for them, but does not cut long ones.
+
+    Args:
+        task: the task of the model, which determines the dictionary and the tokens at the ends of a sample.
+        vocabulary: the Vocabulary of the data.
+    """
+
+    def __init__(self, task: Any, vocabulary: Any) -> None:
+        self.vocabulary = vocabulary
+        dictionary = task.source_dictionary
+        self.mask = dictionary.index(MASK)
+        # Sentence tasks have these options. The samples of a language model begin with <s>.
+        self.init_token = getattr(task.cfg, "init_token", dictionary.bos())
+        self.separator_token = getattr(task.cfg, "separator_token", None)
+        self.strip_eos = getattr(task.cfg, "strip_eos", False)
+
+    def encode_rows(self, rows: Sequence[Sequence[str]]) -> list[Tensor]:
+        """Return the ids of each row, int64 (N,).
+
+        There must be at least one row. Every row has one text, or every row has two, whose ids are concatenated.
+
+        Raises:
+            UserError: for the reasons listed at `encode_lines`.
+        """
+        first_tokens = (self.init_token, self.separator_token)
+        joined: list[list[Tensor]] = [[] for _ in rows]
+        for column in range(len(rows[0])):
+            texts = [row[column] for row in rows]
+            for parts, ids in zip(joined, self.encode_lines(texts), strict=True):
+                parts.append(_prepend(first_tokens[column], ids))
+        return [torch.cat(parts) for parts in joined]
+
+    def token_offsets(self, text: str) -> Tensor:
+        """Return the start and the end of each token of a row with one text, in characters of the text, int64 (N, 2).
+
+        The tokens are those of `encode_rows`. text[start:end] is the text of the token without white space around it. A
+        token that encodes only some of a character's bytes has the whole character. A special token has (0, 0), and a
+        token that stands for white space only is empty.
+
+        Raises:
+            UserError: for the reasons listed at `encode_lines`.
+        """
+        line = _as_line(text)
+        indent = len(text) - len(text.lstrip())
+        offsets = []
+        if self.init_token is not None:
+            offsets.append((0, 0))
+        for start, end in self.vocabulary.tokenizer.token_spans(line):
+            token = line[start:end]
+            start += len(token) - len(token.lstrip())
+            end = start + len(token.strip())
+            offsets.append((indent + start, indent + end))
+        if not self.strip_eos:
+            offsets.append((0, 0))
+        return torch.tensor(offsets, dtype=torch.int64).view(-1, 2)
+
+    def encode_masked(self, left: str, right: str) -> Tensor:
+        """Return the ids of the text left<mask>right, int64 (N,).
+
+        White space before <mask> is dropped, because it belongs to the masked word. The text after <mask> is encoded as
+        the continuation of a line. The task must not strip </s>.
+
+        Raises:
+            UserError: for the reasons listed at `encode_lines`.
+        """
+        # A tokenizer treats the start of a line in a special way. A character in front of `right` prevents that, and
+        # its ids are removed again. They cannot be removed if the tokenizer merged them with the text that follows.
+        before, marker, after = self.encode_lines([left.strip(), CONTINUATION, CONTINUATION + right.rstrip()])
+        marker_ids = marker[:-1]  # without the last id, which is </s>
+        if torch.equal(after[: len(marker_ids)], marker_ids):
+            after = after[len(marker_ids) :]
+        else:
+            (after,) = self.encode_lines([right.strip()])
+        ids = torch.cat([before[:-1], torch.tensor([self.mask]), after])
+        return _prepend(self.init_token, ids)
+
+    def encode_lines(self, lines: Sequence[str]) -> list[Tensor]:
+        """Return the ids of each line, int64 (N,), with </s> unless the task strips it.
+
+        Line breaks inside a line become spaces, and white space at the ends is removed.
+
+        Raises:
+            UserError: if a line contains a lone surrogate, or the tokenizer cannot encode it.
+        """
+        lines = [_as_line(line) for line in lines]
+        ids, lengths = encode_block(self.vocabulary.tokenizer, self.vocabulary.table, lines)
+        encoded = torch.from_numpy(ids).long().split(lengths.tolist())
+        if self.strip_eos:
+            return [line[:-1] for line in encoded]
+        return list(encoded)
+
+
+def _prepend(token: int | None, ids: Tensor) -> Tensor:
+    """Return `ids` (N,) with the token prepended, or `ids` itself if the token is None."""
+    if token is None:
+        return ids
+    return torch.cat([torch.tensor([token]), ids])
+
+
+def _as_line(text: str) -> str:
+    """Return a text as the line that a file of training data would have for it.
+
+    Raises:
+        UserError: if the text contains a lone surrogate.
+    """
+    line = text.replace("\n", " ").strip()
+    check_characters(line)
+    return line
+
+
+def texts_to_rows(texts: Iterable[Text], inputs: int) -> Iterator[tuple[str, ...]]:
+    """Yield each text as a tuple of one string, or each pair of texts as a tuple of two.
+
+    Raises:
+        UserError: if `inputs` is 1 and an item is not a string, or `inputs` is 2 and it is not a pair of strings.
+    """
+    for index, text in enumerate(texts):
+        row: tuple[str, ...] = ()
+        if isinstance(text, str):
+            row = (text,)
+        elif isinstance(text, list | tuple):
+            row = tuple(text)
+        if len(row) != inputs or not all(isinstance(part, str) for part in row):
+            expected = "one text, a string"
+            if inputs == 2:
+                expected = "a pair of texts, a tuple of two"
+            raise UserError(f"texts[{index}] must be {expected}, got {text!r:.80}")
+        yield row
+
+
+def check_characters(text: str) -> None:
+    """Raise UserError if the text contains a lone surrogate (half of a UTF-16 pair), which no tokenizer accepts."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"a text contains half of a character ({error.reason}): {text!r:.80}") from error
+
+
+def split_into_chunks(
+    rows: Iterable[Sequence[str]], max_characters: int = CHUNK_CHARACTERS
+) -> Iterator[list[Sequence[str]]]:
+    """Yield lists of consecutive rows, of CHUNK_TEXTS rows or ending with the row that reaches `max_characters`.
+
+    Rows are read as needed. The last list may be shorter. Without rows nothing is yielded.
+    """
+    chunk: list[Sequence[str]] = []
+    characters = 0
+    for row in rows:
+        chunk.append(row)
+        characters += sum(map(len, row))
+        if len(chunk) == CHUNK_TEXTS or characters >= max_characters:
+            yield chunk
+            chunk = []
+            characters = 0
+    if chunk:
+        yield chunk
+
+
+def batch_by_length(samples: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield batches of samples of similar length, shortest first, as lists of indices into `samples`.
+
+    A batch has at most BATCH_TOKENS tokens, padding included. A longer sample becomes a batch of its own.
+    """
+    batch: list[int] = []
+    for index in sorted(range(len(samples)), key=lambda index: len(samples[index])):
+        if batch and (len(batch) + 1) * len(samples[index]) > BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch

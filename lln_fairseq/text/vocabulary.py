@@ -1,0 +1,227 @@
+"""Load a tokenizer together with its dict.txt. Pre-training and fine-tuning must use the same pair.
+
+The option `--tokenizer` of the programs accepts
+
+    DIR                 a directory built by data_prep, whose manifest.json names the tokenizer and the dictionary
+    DIR                 a directory with encoder.json, vocab.bpe and dict.txt, or with spm.model or tokenizer.json and
+                        optionally dict.txt; `lln-fairseq convert` writes such directories
+    FILE.model          a SentencePiece model
+
+Every manifest records the `identity` of its vocabulary. Two data sets with the same identity encode a text to the same
+ids.
+"""
+
+import io
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lln_fairseq.errors import UserError
+from lln_fairseq.files import sha256_bytes
+from lln_fairseq.text.special_symbols import NUM_SPECIAL, UNKNOWN, parse_dictionary
+from lln_fairseq.text.tokenizers import (
+    TOKENIZER_FILES,
+    Tokenizer,
+    dictionary_text,
+    load_sentencepiece,
+    make_tokenizer,
+)
+
+DICTIONARY = "dict.txt"
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer with its dictionary, which together encode text into fairseq's ids.
+
+    Args:
+        tokenizer: the tokenizer.
+        dictionary: the content of dict.txt. It may have more symbols than the tokenizer.
+
+    Raises:
+        UserError: if the dictionary is malformed or lacks a symbol of the tokenizer.
+    """
+
+    tokenizer: Tokenizer
+    dictionary: str
+
+    def __post_init__(self) -> None:
+        in_dictionary = set(self.symbols)
+        missing = [symbol for symbol in self.tokenizer.symbols() if symbol not in in_dictionary]
+        if missing:
+            raise UserError(
+                f"{DICTIONARY} does not fit the {self.tokenizer.kind} tokenizer: it lacks {missing[0]!r} "
+                f"({len(missing)} missing)"
+            )
+
+    @cached_property
+    def symbols(self) -> list[str]:
+        """The symbols of dict.txt in order. Symbol i, from 0, has fairseq's id 4 + i."""
+        try:
+            return parse_dictionary(io.StringIO(self.dictionary, newline=None))
+        except UserError as error:
+            raise UserError(f"{DICTIONARY}, {error}") from error
+
+    @property
+    def size(self) -> int:
+        """The number of ids: the symbols of dict.txt and fairseq's four special symbols, but not a task's <mask>."""
+        return NUM_SPECIAL + len(self.symbols)
+
+    @cached_property
+    def table(self) -> np.ndarray:
+        """fairseq's id for each of the tokenizer's ids, int32 (tokenizer ids,). An id without a symbol gets <unk>."""
+        id_of = {symbol: NUM_SPECIAL + i for i, symbol in enumerate(self.symbols)}
+        table = []
+        for symbol in self.tokenizer.symbols_by_id:
+            table.append(UNKNOWN if symbol is None else id_of[symbol])
+        return np.array(table, dtype=np.int32)
+
+    @cached_property
+    def identity(self) -> str:
+        """A SHA-256 checksum over the kind and files of the tokenizer and the symbols of dict.txt, without counts."""
+        checksums = [sha256_bytes(content) for _, content in sorted(self.tokenizer.files.items())]
+        return sha256_bytes("\n".join([self.tokenizer.kind, *checksums, *self.symbols]).encode())
+
+    def with_counts(self, counts: np.ndarray) -> "Vocabulary":
+        """Return a copy of this vocabulary with these counts in dict.txt.
+
+        Args:
+            counts: the count of each of fairseq's ids, (size,). The counts of the four special symbols are ignored.
+        """
+        symbol_counts = counts[NUM_SPECIAL:].tolist()
+        lines = (f"{symbol} {count}\n" for symbol, count in zip(self.symbols, symbol_counts, strict=True))
+        return Vocabulary(self.tokenizer, "".join(lines))
+
+    def record(self, directory: str = "") -> dict[str, Any]:
+        """Return the entry "tokenizer" of a manifest.
+
+        Args:
+            directory: the directory of dict.txt relative to the manifest, such as "input0/". "" is the directory of the
+                manifest.
+        """
+        return {
+            "kind": self.tokenizer.kind,
+            "identity": self.identity,
+            "files": {name: sha256_bytes(content) for name, content in self.tokenizer.files.items()},
+            "dictionary": {"file": directory + DICTIONARY, "symbols": len(self.symbols)},
+        }
+
+
+def new_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
+    """Return a vocabulary whose dictionary is made from the tokenizer: its symbols in the order of its ids, counts 0.
+
+    Filler symbols are appended so that the size of the dictionary, including the <mask> of a task, is divisible by 8.
+    """
+    return Vocabulary(tokenizer, dictionary_text(tokenizer.symbols(), {}, reserved=1))
+
+
+def load_vocabulary(source: str) -> Vocabulary:
+    """Return the vocabulary that `source`, the value of the option `--tokenizer`, names.
+
+    The module docstring lists the possible values. In a directory, manifest.json is used. If it does not exist, the
+    tokenizer's own files are used, and otherwise manifest.json of the parent directory, because some programs of
+    data_prep write the data into a subdirectory.
+
+    Raises:
+        UserError: if there is no such file or directory, if a directory contains no tokenizer, or if a file is damaged
+            or does not match the manifest.
+    """
+    path = Path(source)
+    if path.is_file():
+        return new_vocabulary(load_sentencepiece(path))
+    if not path.is_dir():
+        raise UserError(
+            f"--tokenizer {source}: no such file or directory (`python -m data_prep.fetch gpt2` downloads GPT-2's "
+            "tokenizer and prints its directory)"
+        )
+    if (path / MANIFEST).is_file():
+        return _from_manifest(path / MANIFEST)
+    vocabulary = _from_files(path)
+    if vocabulary is not None:
+        return vocabulary
+    if (path.parent / MANIFEST).is_file():
+        return _from_manifest(path.parent / MANIFEST)
+    raise UserError(f"{path} has neither {MANIFEST} nor spm.model, encoder.json and vocab.bpe, or tokenizer.json")
+
+
+def recorded_identity(directory: Path) -> str:
+    """Return the identity of the vocabulary that a directory of data was encoded with; "" if none is recorded.
+
+    The manifest is the one that `load_vocabulary` uses, but the tokenizer is not loaded.
+    """
+    manifest = directory / MANIFEST
+    has_tokenizer = any(all((directory / name).is_file() for name in names) for names in TOKENIZER_FILES.values())
+    if not manifest.is_file() and not has_tokenizer:
+        manifest = directory.parent / MANIFEST
+    try:
+        return str(json.loads(manifest.read_bytes())["tokenizer"]["identity"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""
+
+
+def _from_manifest(manifest: Path) -> Vocabulary:
+    """Return the vocabulary that a manifest names.
+
+    Raises:
+        UserError: if the manifest is damaged or names no tokenizer, or if a file is missing or does not match its
+            checksum.
+    """
+    directory = manifest.parent
+    try:
+        record = json.loads(_read(manifest))["tokenizer"]
+        files = {name: _read(directory / name) for name in TOKENIZER_FILES[record["kind"]]}
+        for name, content in files.items():
+            if sha256_bytes(content) != record["files"][name]:
+                raise UserError(f"{directory / name} is not the file that {manifest} lists")
+        dictionary = directory / record["dictionary"]["file"]
+        vocabulary = _with_dictionary(make_tokenizer(record["kind"], files), dictionary)
+        if vocabulary.identity != record["identity"]:
+            raise UserError(f"{dictionary} is not the dictionary that {manifest} was written with")
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{manifest} is damaged or names no tokenizer: {error}") from error
+    return vocabulary
+
+
+def _from_files(directory: Path) -> Vocabulary | None:
+    """Return the vocabulary of the tokenizer files in a directory, or None if the directory contains no tokenizer.
+
+    If there is no dict.txt, the dictionary is made from the tokenizer. For GPT-2, a missing dict.txt raises UserError.
+    """
+    dictionary = directory / DICTIONARY
+    for kind, names in TOKENIZER_FILES.items():
+        if all((directory / name).is_file() for name in names):
+            tokenizer = make_tokenizer(kind, {name: _read(directory / name) for name in names})
+            if kind == "gpt2" or dictionary.is_file():
+                return _with_dictionary(tokenizer, dictionary)
+            return new_vocabulary(tokenizer)
+    return None
+
+
+def _with_dictionary(tokenizer: Tokenizer, path: Path) -> Vocabulary:
+    """Return the vocabulary of a tokenizer and the dict.txt at `path`.
+
+    Raises:
+        UserError: if dict.txt cannot be read, is not UTF-8, is malformed or lacks a symbol of the tokenizer. The
+            message contains the path.
+    """
+    try:
+        return Vocabulary(tokenizer, _read(path).decode())
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8: {error}") from error
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _read(path: Path) -> bytes:
+    """Return the content of a file. Raise UserError if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
