@@ -200,7 +200,7 @@ def checkpoint_options(path: str) -> dict[str, Any]:
     completed = OmegaConf.create({**options, **sizes})
     ARCH_CONFIG_REGISTRY[name](completed)
     options = plain_options(complete_config(completed))
-    options["max_positions"] = longest_sequence(path)
+    options["max_positions"] = longest_sequence(state)
     return options
 
 
