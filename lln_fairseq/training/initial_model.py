@@ -94,7 +94,16 @@ def missing_options(config: DictConfig) -> dict[str, Any]:
         model = OmegaConf.to_container(config.model, resolve=False)
     if ARCH_MODEL_NAME_REGISTRY.get(model.get("_name")) != OURS:
         return {}
-    stored = _common_options(_initial_checkpoints(config, overrides))
+    checkpoints = _initial_checkpoints(config, overrides)
+    if not checkpoints:
+        return {}
+    stored = checkpoint_options(checkpoints[0])
+    for path in checkpoints[1:]:
+        if checkpoint_options(path) != stored:
+            raise UserError(
+                f"the checkpoints of a sweep must have the same sizes and attention, but {path} has others: start one "
+                "run for each of them"
+            )
     if not stored:
         return {}
     given = {override.key_or_group for override in overrides}
@@ -163,20 +172,6 @@ def _save_dir(config: DictConfig) -> str:
         return str(resolved.checkpoint.save_dir)
     finally:
         current.cfg = previous
-
-
-def _common_options(paths: Iterable[str]) -> dict[str, Any]:
-    """Return the `checkpoint_options` of the checkpoints; raise UserError if those of two checkpoints differ."""
-    common = None
-    for path in paths:
-        options = checkpoint_options(path)
-        if common is not None and options != common:
-            raise UserError(
-                f"the checkpoints of a sweep must have the same sizes and attention, but {path} has others: start one "
-                "run for each of them"
-            )
-        common = options
-    return common or {}
 
 
 def checkpoint_options(path: str) -> dict[str, Any]:

@@ -96,11 +96,11 @@ def float32_parameters(optimizer: Any) -> list[Tensor]:
 
 
 def restore_training_state(trainer: Trainer, filename: str, saved_config: Any, state: dict[str, Any]) -> None:
-    """Adapt the parts of a checkpoint that fairseq restores after this call.
+    """Adapt the parts of a checkpoint that fairseq restores after this call, in place.
 
-    These are the state of the task and the position in the epoch. With --reset-dataloader, and for
-    --finetune-from-model, fairseq restores neither of them and this function leaves them unchanged. With --reset-meters
-    the state of early stopping is removed. If the run is already complete, the position becomes the start of an epoch.
+    These are the state of the task and the position in the epoch. With --reset-dataloader, fairseq restores neither of
+    them and this function leaves them unchanged. With --reset-meters the state of early stopping is removed. If the run
+    is already complete, the position becomes the start of an epoch.
 
     With --store-ema, the number of updates since the last average is restored, too.
 
@@ -108,14 +108,13 @@ def restore_training_state(trainer: Trainer, filename: str, saved_config: Any, s
         trainer: fairseq's trainer, with the parameters of the checkpoint
         filename: path of the checkpoint
         saved_config: the configuration in the checkpoint, or None
-        state: the checkpoint's extra_state; its task state and `train_iterator` are changed in place
-    Raises: UserError if Adam's state is for parameters of other shapes, or under the conditions of `batch_offset`.
+        state: the checkpoint's extra_state
     """
     _check_adam_state(trainer, filename)
     if trainer.cfg.ema.store_ema:  # fairseq would start at 0 again
         trainer.ema.update_freq_counter = trainer.get_num_updates() % max(trainer.cfg.ema.ema_update_freq, 1)
     cfg = trainer.cfg.checkpoint
-    if cfg.reset_dataloader or filename == cfg.finetune_from_model:
+    if cfg.reset_dataloader:
         return
     if cfg.reset_meters:
         state.get(type(trainer.task).__name__, {}).pop("patience", None)

@@ -25,7 +25,7 @@ from lln_fairseq.checkpoints.config import (
     plain_options,
     softmax_layers,
 )
-from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, plugin_state
+from lln_fairseq.checkpoints.reading import plugin_state
 from lln_fairseq.checkpoints.saving import LAST
 from lln_fairseq.errors import UserError
 from lln_fairseq.files import data_hash, sha256_of
@@ -69,38 +69,19 @@ NO_LIMIT = "unlimited"
 TOKEN_LIMITS = {"tokens an update", "dataset.max_tokens"}
 
 
-def load_run_checkpoint(cfg: DictConfig) -> dict[str, Any] | None:
-    """Load the checkpoint that a run resumes, or return None for a new run.
-
-    A run resumes the file --restore-file if this file exists and is in save_dir. As in fairseq, the default value is
-    the name of a file in save_dir, and any other value is a path.
-
-    Args:
-        cfg: fairseq's checkpoint options
-    Raises: UserError if the checkpoint is damaged.
-    """
-    path = Path(cfg.restore_file)
-    if cfg.restore_file == LAST:
-        path = Path(cfg.save_dir, LAST)
-    if path.parent.resolve() != Path(cfg.save_dir).resolve() or not path.is_file():
-        return None
-    return load_checkpoint_lazily(str(path))
-
-
-def check_same_run(cfg: DictConfig, state: Mapping[str, Any] | None, labels: Sequence[str]) -> None:
+def check_same_run(cfg: DictConfig, state: Mapping[str, Any], labels: Sequence[str]) -> None:
     """Raise UserError if a run would be resumed with other settings, data or labels, or another initial model.
 
-    Nothing is checked for a new run (`state` is None) or if the optimizer, the learning rate schedule or the data
-    loader is reset. A hash that the checkpoint lacks is not checked. With --reset-meters, the metric that chooses the
-    best checkpoint may differ.
+    Nothing is checked if the optimizer, the learning rate schedule or the data loader is reset. A hash that the
+    checkpoint lacks is not checked. With --reset-meters, the metric that chooses the best checkpoint may differ.
 
     Args:
         cfg: the whole configuration of the run
-        state: the result of `load_run_checkpoint`
+        state: its checkpoint
         labels: the names of the task's classes in the order of their numbers; empty if it has none
     """
     options = cfg.checkpoint
-    if state is None or options.reset_optimizer or options.reset_lr_scheduler or options.reset_dataloader:
+    if options.reset_optimizer or options.reset_lr_scheduler or options.reset_dataloader:
         return
     saved = state.get("cfg")
     origin: dict[str, Any] = plugin_state(state)

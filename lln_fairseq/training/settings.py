@@ -1,4 +1,4 @@
-"""Check a configuration, before the first update, for settings that are wrong or that the machine does not support."""
+"""Check a run's settings: each function raises a UserError for what is wrong or what the machine does not support."""
 
 import dataclasses
 import math
@@ -68,31 +68,6 @@ HIGHER_IS_BETTER = (
 CLASSIFICATION_METRICS = ["loss", "accuracy", "mcc", "f1"]
 REGRESSION_METRICS = ["loss", "pearson", "spearman", "pearson_spearman"]
 TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")  # fairseq recognizes torchrun by these variables
-
-
-def check_configuration(cfg: Any) -> None:
-    """Raise UserError for the first wrong setting that can be found without reading files.
-
-    Args:
-        cfg: the whole configuration of any fairseq program; in programs that do not train, `model` is None, and only
-            the settings that every program has are checked
-    """
-    check_known_options(cfg)
-    check_ranges(cfg)
-    check_sequence_parallel(cfg)
-    check_devices(cfg)
-    if cfg.model is not None:
-        check_precision(cfg)
-        check_trainable(cfg)
-        check_best_metric(cfg)
-        check_patience(cfg)
-
-
-def check_training(cfg: Any) -> None:
-    """Raise UserError for the first wrong setting of the attention, the checkpoint to start from, or the probe."""
-    check_attention(cfg)
-    check_restore_file(cfg)
-    check_probe(cfg)
 
 
 def check_known_options(cfg: Any) -> None:
