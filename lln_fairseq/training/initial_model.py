@@ -78,15 +78,9 @@ def _options_or_exit(config: DictConfig) -> dict[str, Any]:
 def missing_options(config: DictConfig) -> dict[str, Any]:
     """Return the options that a run's model takes from the checkpoint that the run starts from.
 
-    The dictionary is empty if the run does not start from a checkpoint, if it trains another model than lln_roberta,
-    and if the checkpoint has no configuration.
-
-    Args:
-        config: a composed configuration, including the node `hydra`, whose overrides name the swept options
-
-    Returns: {name of an option of the model: value}, without the options that the user has set
-    Raises: UserError if the checkpoint is missing or damaged, if it does not hold a RoBERTa, or if a sweep has several
-        checkpoints and any of their options differ.
+    Options that the user has set are left out. The result is empty if the run does not start from a checkpoint, if it
+    trains another model than lln_roberta, and if the checkpoint has no configuration. All checkpoints of a sweep must
+    have the same options.
     """
     overrides = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
     model: Any = {}

@@ -79,11 +79,8 @@ def lock_save_dir(cfg: Any) -> Iterator[None]:
     """Lock the save_dir of a run during the `with` block: two runs would overwrite each other's checkpoints.
 
     The directory is created if it is missing. If there are several workers, the first one locks it for all of them.
-    Nothing is created or locked with --no-save, or in a program that does not train.
-
-    Args:
-        cfg: the whole configuration of a fairseq program; the rank in it is set in place from the environment
-    Raises: UserError if another run has locked the directory.
+    Nothing is created or locked with --no-save, or in a program that does not train. The rank in `cfg` is set in place
+    from the environment.
     """
     distributed_utils.infer_init_method(cfg.distributed_training)  # sets distributed_rank; call_main repeats it
     is_training = cfg.model is not None
