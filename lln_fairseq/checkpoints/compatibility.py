@@ -20,7 +20,7 @@ from lln_fairseq.checkpoints.config import (
     softmax_layers,
     stored_options,
 )
-from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, plugin_state
+from lln_fairseq.checkpoints.reading import plugin_state
 from lln_fairseq.errors import UserError, user_errors
 from lln_fairseq.models.adapt import EMBEDDING, POSITIONS
 from lln_fairseq.models.presets import PRESETS, SIZE_FIELDS
@@ -215,15 +215,12 @@ def is_finetuned(task: Any) -> bool:
     return str(task).endswith("sentence_prediction")
 
 
-def longest_sequence(path: str) -> int | None:
+def longest_sequence(state: Mapping[str, Any]) -> int | None:
     """Return the length in tokens of the longest sequence that the model in a checkpoint accepts.
 
     That is the number of positions in its positional table. Without a table, it is the first positive length among the
     model's max_positions and the task's max_positions and tokens_per_sample, or None if there is none.
-
-    Raises: UserError if the file is missing, damaged or not a checkpoint.
     """
-    state = load_checkpoint_lazily(path)
     table = _find_parameter(state, POSITIONS)
     if table is not None:
         return table.shape[0] - POSITION_OFFSET

@@ -19,10 +19,9 @@ from fairseq import utils
 from torch import Tensor
 
 from lln_fairseq.checkpoints.compatibility import is_finetuned, label_names
-from lln_fairseq.checkpoints.config import stored_options
-from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
+from lln_fairseq.checkpoints.reading import load_checkpoint
 from lln_fairseq.errors import UserError
-from lln_fairseq.inference.loading import add_precision_option, load_model, require_finite, use_precision
+from lln_fairseq.inference.loading import add_precision_option, build_model, require_finite, use_precision
 from lln_fairseq.scores import ClassCounts, pearson, spearman
 
 METRIC_FORMATS = {  # in the order in which the metrics are printed
@@ -54,10 +53,11 @@ class SplitOutputs:
 
 def load_finetuned_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
     """Load a fine-tuned model and its task as `load_model` does. Raises UserError also if it was not fine-tuned."""
-    task_name = stored_options(load_checkpoint_lazily(checkpoint))["task"].get("_name")
+    state = load_checkpoint(checkpoint)
+    task_name = state["cfg"].task._name
     if not is_finetuned(task_name):
         raise UserError(f"{checkpoint} was not fine-tuned: it holds a model for the task {task_name}")
-    return load_model(checkpoint, data)
+    return build_model(state, checkpoint, data)
 
 
 def compute_outputs(model: Any, task: Any, split: str, batch_size: int = 64) -> SplitOutputs:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from fairseq import checkpoint_utils
+from fairseq.dataclass.utils import overwrite_args_by_name
 from fairseq.tasks import setup_task
 from fairseq.utils import split_paths
 from torch import Tensor
@@ -41,18 +42,30 @@ def load_model(checkpoint: str, data: str | None = None, dictionaries_only: bool
         UserError: if the checkpoint is missing or damaged, its weights are not finite numbers, or the data's
             dictionaries are missing, or its dictionary or labels differ from the checkpoint's.
     """
-    overrides: dict[str, Any] = {"cpu": not torch.cuda.is_available()}
-    if data:
-        overrides["data"] = data
-    state = load_checkpoint(checkpoint, overrides)
-    check_weights(state["model"], checkpoint)
+    state = load_checkpoint(checkpoint)
     task_config = state["cfg"].task
     directory = os.path.dirname(os.path.abspath(checkpoint))
     if data is None and task_config.data == "." and os.path.isfile(os.path.join(directory, "dict.txt")):
         task_config.data = directory
     elif data is None and dictionaries_only:
         task_config.data = _find_dictionaries(checkpoint, task_config.data)
-    task = setup_task(task_config, from_checkpoint=True)
+    return build_model(state, checkpoint, data)
+
+
+def build_model(state: dict[str, Any], checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
+    """Build the model of a checkpoint and its task, as `load_model` does.
+
+    Args:
+        state: the result of `load_checkpoint`; its configuration is changed in place.
+        checkpoint: the checkpoint file, for messages.
+        data: the data directory of the task; None takes that of the training run.
+    """
+    overrides: dict[str, Any] = {"cpu": not torch.cuda.is_available()}
+    if data:
+        overrides["data"] = data
+    overwrite_args_by_name(state["cfg"], overrides)
+    check_weights(state["model"], checkpoint)
+    task = setup_task(state["cfg"].task, from_checkpoint=True)
     check_model_dictionary(state, task, checkpoint)
     check_model_labels(state, task, checkpoint)
     try:

@@ -10,10 +10,9 @@ line. A tab alone is a pair of two empty texts.
 import argparse
 import os
 import sys
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import repeat
+from itertools import islice, tee
 from pathlib import Path
 from typing import TextIO
 
@@ -82,50 +81,41 @@ def predict_lines(args: argparse.Namespace) -> None:
 def prediction_lines(model: TextModel, lines: Iterable[tuple[int, str]], on_long: str = "truncate") -> Iterator[str]:
     """Yield an output line, without a newline, for each pair of an input line's number and text, in order.
 
-    The input is read as the output is consumed, a few thousand lines ahead. An empty line gives an empty line. The
-    lines are numbered from 1.
-
-    Raises:
-        UserError: if a line does not have as many columns as the model takes texts, or is too long for the model and
-            on_long="error".
+    The input is read as the output is consumed, a few thousand lines ahead. An empty line gives an empty line.
     """
-    lines_read = 0
-    waiting: deque[int] = deque()  # the numbers of the lines whose texts were read but not yet predicted
-
-    def texts() -> Iterator[list[str]]:
-        """Yield the texts of every line that is not empty."""
-        nonlocal lines_read
-        for lines_read, line in lines:
-            is_empty_pair = model.inputs == 2 and "\t" in line
-            if line.strip() or is_empty_pair:
-                waiting.append(lines_read)
-                yield _split_columns(line, lines_read, model.inputs)
-
+    rows, rows_ahead = tee(_split_lines(lines, model.inputs))
     predicted = 0
-    lines_written = 0
     try:
-        for prediction in model.predict_each(texts(), on_long):
+        for prediction in model.predict_each((texts for _, texts in rows_ahead if texts), on_long):
             predicted += 1
-            number = waiting.popleft()
-            yield from repeat("", number - lines_written - 1)
-            lines_written = number
+            for _, texts in rows:
+                if texts:
+                    break
+                yield ""
             if isinstance(prediction, Prediction):
                 yield f"{prediction.label}\t{prediction.probability:.6f}"
             else:
                 yield f"{prediction:.6f}"
     except LongTextError as error:
-        number = waiting[error.index - predicted]
+        numbers = (number for number, texts in rows if texts)  # of the texts without a prediction
+        number = next(islice(numbers, error.index - predicted, None))
         raise LongTextError(f"line {number}", error.index, error.length, error.longest) from error
-    yield from repeat("", lines_read - lines_written)
+    for _ in rows:
+        yield ""
 
 
-def _split_columns(line: str, number: int, inputs: int) -> list[str]:
-    """Return the texts of a line. Raises UserError if there are not `inputs` (1 or 2) of them."""
-    columns = line.split("\t")
-    if len(columns) != inputs:
-        expected = "two texts separated by a tab" if inputs == 2 else "one text without tabs"
-        raise UserError(f"line {number} must be {expected}, got {len(columns)} columns")
-    return columns
+def _split_lines(lines: Iterable[tuple[int, str]], inputs: int) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number and the texts of each line, without texts for an empty line. A line must have `inputs` texts."""
+    for number, line in lines:
+        columns = line.split("\t")
+        is_empty_pair = inputs == 2 and len(columns) > 1
+        if not line.strip() and not is_empty_pair:
+            yield number, []
+            continue
+        if len(columns) != inputs:
+            expected = "two texts separated by a tab" if inputs == 2 else "one text without tabs"
+            raise UserError(f"line {number} must be {expected}, got {len(columns)} columns")
+        yield number, columns
 
 
 @contextmanager

@@ -21,12 +21,11 @@ from torch import Tensor, nn
 
 from lln_fairseq.attention.segments import first_segment_lengths
 from lln_fairseq.checkpoints.compatibility import check_tokenizer, is_finetuned, label_names
-from lln_fairseq.checkpoints.config import stored_options
 from lln_fairseq.checkpoints.pooling import POOLINGS, Pooling, pool_hidden_states, stored_pooling
-from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
+from lln_fairseq.checkpoints.reading import load_checkpoint
 from lln_fairseq.checkpoints.run_tokenizer import check_vocabulary, directories
 from lln_fairseq.errors import UserError
-from lln_fairseq.inference.loading import load_model, require_finite, use_precision
+from lln_fairseq.inference.loading import build_model, require_finite, use_precision
 from lln_fairseq.models.linear_choice import FLOAT32
 from lln_fairseq.text.special_symbols import MASK, NUM_SPECIAL
 from lln_fairseq.text.text_ids import (
@@ -405,31 +404,26 @@ def load_text_model(
             computes in float32.
 
     Raises:
-        UserError: if the checkpoint is missing, damaged or for a task without text, there is no tokenizer that fits
-            its dictionary, or the precision is unknown.
+        UserError: if the checkpoint is missing, damaged or for another task, there is no tokenizer that fits its
+            dictionary, or the precision is unknown.
     """
     checkpoint = os.fspath(checkpoint)
-    state = load_checkpoint_lazily(checkpoint)
-    options = stored_options(state)["task"]
-    task_name = options.get("_name")
-    if task_name and not is_finetuned(task_name) and "masked_lm" not in str(task_name):
-        raise UserError(f"{checkpoint} holds a model for the task {task_name}, which does not take text")
+    state = load_checkpoint(checkpoint)
     if data:
         places = [Path(data)]
     else:
-        training_data = options.get("data")
-        if not isinstance(training_data, str):
-            training_data = None
-        places = directories(checkpoint, training_data)
+        places = directories(checkpoint, state["cfg"].task.get("data"))
     directory, vocabulary = _find_vocabulary(checkpoint, places, tokenizer)
-    model, task = load_model(checkpoint, str(directory))
-    used_precision = use_precision(model, precision)
+    model, task = build_model(state, checkpoint, str(directory))
     check_vocabulary(vocabulary, task, str(tokenizer or directory))
     check_tokenizer(state, vocabulary.identity, str(tokenizer or directory), checkpoint)
     if getattr(task.cfg, "two_towers", False):
         raise UserError(f"{checkpoint} encodes two inputs separately (two_towers): only evaluate supports that")
     inputs = 2 if (directory / "input1").is_dir() else 1
-    return TextModel(model, task, vocabulary, inputs, stored_pooling(state), used_precision).eval()
+    pooling = stored_pooling(state)
+    del state  # frees its weights: `use_precision` makes another copy of them
+    used_precision = use_precision(model, precision)
+    return TextModel(model, task, vocabulary, inputs, pooling, used_precision).eval()
 
 
 def _find_vocabulary(checkpoint: str, places: list[Path], tokenizer: Any) -> tuple[Path, Any]:

@@ -10,16 +10,16 @@ from lln_fairseq import criterions, models  # noqa: F401  imported to register t
 from lln_fairseq.fairseq_compat import patches
 from lln_fairseq.tasks.masked_lm import LLNMaskedLMTask
 from lln_fairseq.tasks.sentence_prediction import LLNSentencePredictionTask
-from lln_fairseq.training import worker
+from lln_fairseq.training import start
 
 
 def run_registered_worker(main: Callable, cfg: Any, **kwargs: Any) -> Any:
-    """Run fairseq's `main` in a worker process and return its result, see `worker.run_worker`.
+    """Run fairseq's `main` in a worker process and return its result, see `start.run_worker`.
 
     A spawned process first imports the module of the function that it runs. This function is defined in this module so
     that importing it registers the tasks, models and criterions in that process, too.
     """
-    return worker.run_worker(main, cfg, **kwargs)
+    return start.run_worker(main, cfg, **kwargs)
 
 
 patches.install(run_registered_worker)

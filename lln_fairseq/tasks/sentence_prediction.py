@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lln_fairseq.attention.segments import first_segment_lengths
 from lln_fairseq.checkpoints.compatibility import label_names, longest_sequence
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.errors import UserError, user_errors
 from lln_fairseq.models import LLNRobertaModel
 from lln_fairseq.text.checks import check_labels, check_lines, check_targets, read_symbols, require_same_symbols
@@ -263,14 +264,11 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
 
 
 def _positions_of_checkpoint(cfg: Any) -> int | None:
-    """Return the number of tokens of the longest sequence of the model that --finetune-from-model names.
-
-    Return None if that option is not set.
-    """
+    """Return the `longest_sequence` of the checkpoint that --finetune-from-model names, or None without that option."""
     try:
         path = cfg.finetune_from_model
     except InterpolationKeyError:  # a task built by a program, without the checkpoint options that this refers to
         return None
     if not path:
         return None
-    return longest_sequence(path)
+    return longest_sequence(load_checkpoint_lazily(path))

@@ -78,15 +78,9 @@ def _options_or_exit(config: DictConfig) -> dict[str, Any]:
 def missing_options(config: DictConfig) -> dict[str, Any]:
     """Return the options that a run's model takes from the checkpoint that the run starts from.
 
-    The dictionary is empty if the run does not start from a checkpoint, if it trains another model than lln_roberta,
-    and if the checkpoint has no configuration.
-
-    Args:
-        config: a composed configuration, including the node `hydra`, whose overrides name the swept options
-
-    Returns: {name of an option of the model: value}, without the options that the user has set
-    Raises: UserError if the checkpoint is missing or damaged, if it does not hold a RoBERTa, or if a sweep has several
-        checkpoints and any of their options differ.
+    Options that the user has set are left out. The result is empty if the run does not start from a checkpoint, if it
+    trains another model than lln_roberta, and if the checkpoint has no configuration. All checkpoints of a sweep must
+    have the same options.
     """
     overrides = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
     model: Any = {}
@@ -94,7 +88,16 @@ def missing_options(config: DictConfig) -> dict[str, Any]:
         model = OmegaConf.to_container(config.model, resolve=False)
     if ARCH_MODEL_NAME_REGISTRY.get(model.get("_name")) != OURS:
         return {}
-    stored = _common_options(_initial_checkpoints(config, overrides))
+    checkpoints = _initial_checkpoints(config, overrides)
+    if not checkpoints:
+        return {}
+    stored = checkpoint_options(checkpoints[0])
+    for path in checkpoints[1:]:
+        if checkpoint_options(path) != stored:
+            raise UserError(
+                f"the checkpoints of a sweep must have the same sizes and attention, but {path} has others: start one "
+                "run for each of them"
+            )
     if not stored:
         return {}
     given = {override.key_or_group for override in overrides}
@@ -165,20 +168,6 @@ def _save_dir(config: DictConfig) -> str:
         current.cfg = previous
 
 
-def _common_options(paths: Iterable[str]) -> dict[str, Any]:
-    """Return the `checkpoint_options` of the checkpoints; raise UserError if those of two checkpoints differ."""
-    common = None
-    for path in paths:
-        options = checkpoint_options(path)
-        if common is not None and options != common:
-            raise UserError(
-                f"the checkpoints of a sweep must have the same sizes and attention, but {path} has others: start one "
-                "run for each of them"
-            )
-        common = options
-    return common or {}
-
-
 def checkpoint_options(path: str) -> dict[str, Any]:
     """Return the model options of a checkpoint, of this project's RoBERTa or fairseq's own.
 
@@ -200,7 +189,7 @@ def checkpoint_options(path: str) -> dict[str, Any]:
     completed = OmegaConf.create({**options, **sizes})
     ARCH_CONFIG_REGISTRY[name](completed)
     options = plain_options(complete_config(completed))
-    options["max_positions"] = longest_sequence(path)
+    options["max_positions"] = longest_sequence(state)
     return options
 
 

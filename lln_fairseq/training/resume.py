@@ -82,10 +82,10 @@ class ExactResume:
 
 
 def float32_parameters(optimizer: Any) -> list[Tensor]:
-    """Return the float32 parameters that an optimizer keeps for --fp16 or --bf16. They are not copies.
+    """Return the float32 parameters, not copied, that an optimizer keeps for --fp16 or --bf16.
 
-    Returns: one flat tensor per device, or one tensor per parameter. The list is empty in float32, with
-        --memory-efficient-fp16 or --memory-efficient-bf16, and if `optimizer` is None.
+    There is one flat tensor per device, or one tensor per parameter. The list is empty in float32, with
+    --memory-efficient-fp16 or --memory-efficient-bf16, and if `optimizer` is None.
     """
     parameters = getattr(optimizer, "fp32_params", None)
     if parameters is None:
@@ -96,11 +96,11 @@ def float32_parameters(optimizer: Any) -> list[Tensor]:
 
 
 def restore_training_state(trainer: Trainer, filename: str, saved_config: Any, state: dict[str, Any]) -> None:
-    """Adapt the parts of a checkpoint that fairseq restores after this call.
+    """Adapt the parts of a checkpoint that fairseq restores after this call, in place.
 
-    These are the state of the task and the position in the epoch. With --reset-dataloader, and for
-    --finetune-from-model, fairseq restores neither of them and this function leaves them unchanged. With --reset-meters
-    the state of early stopping is removed. If the run is already complete, the position becomes the start of an epoch.
+    These are the state of the task and the position in the epoch. With --reset-dataloader, fairseq restores neither of
+    them and this function leaves them unchanged. With --reset-meters the state of early stopping is removed. If the run
+    is already complete, the position becomes the start of an epoch.
 
     With --store-ema, the number of updates since the last average is restored, too.
 
@@ -108,14 +108,13 @@ def restore_training_state(trainer: Trainer, filename: str, saved_config: Any, s
         trainer: fairseq's trainer, with the parameters of the checkpoint
         filename: path of the checkpoint
         saved_config: the configuration in the checkpoint, or None
-        state: the checkpoint's extra_state; its task state and `train_iterator` are changed in place
-    Raises: UserError if Adam's state is for parameters of other shapes, or under the conditions of `batch_offset`.
+        state: the checkpoint's extra_state
     """
     _check_adam_state(trainer, filename)
     if trainer.cfg.ema.store_ema:  # fairseq would start at 0 again
         trainer.ema.update_freq_counter = trainer.get_num_updates() % max(trainer.cfg.ema.ema_update_freq, 1)
     cfg = trainer.cfg.checkpoint
-    if cfg.reset_dataloader or filename == cfg.finetune_from_model:
+    if cfg.reset_dataloader:
         return
     if cfg.reset_meters:
         state.get(type(trainer.task).__name__, {}).pop("patience", None)
@@ -144,14 +143,13 @@ def batch_offset(path: str, saved_config: Any, done: int, cfg: Any) -> int:
     same number of batches would contain other sequences, so some sequences would be repeated or left out. If only the
     number of workers changes, the total number of processed batches is divided among the new workers.
 
+    Raise UserError if they cannot be divided, or if dataset.grouped_shuffling is set.
+
     Args:
         path: path of the checkpoint, for messages
         saved_config: the configuration in the checkpoint; if it is None, `done` is returned unchanged
         done: number of batches that each worker of the saved run had processed in the epoch
         cfg: the configuration of the current run
-    Raises: UserError in the middle of an epoch (done > 0) if dataset.batch_size or dataset.max_tokens differs, or if
-        the number of workers differs and the processed batches cannot be divided among them, which is always so with
-        dataset.grouped_shuffling.
     """
     if not done or not isinstance(saved_config, Mapping):
         return done
@@ -177,10 +175,8 @@ def batch_offset(path: str, saved_config: Any, done: int, cfg: Any) -> int:
 def count_data_shards(config: Mapping[str, Any]) -> int:
     """Return the number of parts that an epoch is divided into.
 
-    There is one part per worker. With --sequence-parallel-size, there is one part per group of workers that share their
-    sequences.
-
-    Returns: the number of parts, or 0 if the configuration lacks the number of workers
+    There is one part per worker, or with --sequence-parallel-size per group of workers that share their sequences. The
+    result is 0 if the configuration lacks the number of workers.
     """
     workers = plain_options(config.get("distributed_training")).get("distributed_world_size")
     group_size = plain_options(config.get("task")).get("sequence_parallel_size") or 1
@@ -193,12 +189,8 @@ def reason_for_completion(trainer: Trainer, seconds: float, next_epoch: int) -> 
     """Return why a restored run is complete, such as "500 updates", or "" if it has updates left to do.
 
     A run is complete if it has reached --max-update, --max-epoch or --stop-time-hours, or has stopped early. That it
-    has stopped early is known only after `restore_patience`.
-
-    Args:
-        trainer: fairseq's trainer, with the state of the checkpoint
-        seconds: training time of the run so far
-        next_epoch: the epoch in which the run would continue, counted from 1
+    has stopped early is known only after `restore_patience`. `seconds` is the training time so far, and `next_epoch`
+    the epoch, from 1, in which the run would continue.
     """
     cfg = trainer.cfg
     updates = trainer.get_num_updates()
@@ -227,10 +219,8 @@ _should_stop_early: Any = None  # fairseq's function, or None before the first r
 def forget_previous_run(main: Callable) -> None:
     """Reset the state that fairseq keeps in this process from an earlier run, and close its TensorBoard files.
 
-    Call this before every run: `patience_state` and `restore_patience` use the should_stop_early that it finds.
-
-    Args:
-        main: fairseq's `main`, which will run next; should_stop_early is looked up in its module
+    Call this before every run: `patience_state` and `restore_patience` use the should_stop_early that it finds in the
+    module of `main`, fairseq's function that runs next.
     """
     global _should_stop_early
     _should_stop_early = main.__globals__.get("should_stop_early")
@@ -244,11 +234,7 @@ def forget_previous_run(main: Callable) -> None:
 
 
 def patience_state() -> dict[str, float]:
-    """Return the best score of early stopping, and the number of validations since that score.
-
-    Returns: a dictionary with the keys in PATIENCE_ATTRIBUTES; without --patience and before the first validation, the
-        keys are missing
-    """
+    """Return the values of PATIENCE_ATTRIBUTES; empty without --patience and before the first validation."""
     state = {}
     for name in PATIENCE_ATTRIBUTES:
         if hasattr(_should_stop_early, name):

@@ -25,7 +25,7 @@ from lln_fairseq.checkpoints.config import (
     plain_options,
     softmax_layers,
 )
-from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, plugin_state
+from lln_fairseq.checkpoints.reading import plugin_state
 from lln_fairseq.checkpoints.saving import LAST
 from lln_fairseq.errors import UserError
 from lln_fairseq.files import data_hash, sha256_of
@@ -69,38 +69,15 @@ NO_LIMIT = "unlimited"
 TOKEN_LIMITS = {"tokens an update", "dataset.max_tokens"}
 
 
-def load_run_checkpoint(cfg: DictConfig) -> dict[str, Any] | None:
-    """Load the checkpoint that a run resumes, or return None for a new run.
-
-    A run resumes the file --restore-file if this file exists and is in save_dir. As in fairseq, the default value is
-    the name of a file in save_dir, and any other value is a path.
-
-    Args:
-        cfg: fairseq's checkpoint options
-    Raises: UserError if the checkpoint is damaged.
-    """
-    path = Path(cfg.restore_file)
-    if cfg.restore_file == LAST:
-        path = Path(cfg.save_dir, LAST)
-    if path.parent.resolve() != Path(cfg.save_dir).resolve() or not path.is_file():
-        return None
-    return load_checkpoint_lazily(str(path))
-
-
-def check_same_run(cfg: DictConfig, state: Mapping[str, Any] | None, labels: Sequence[str]) -> None:
+def check_same_run(cfg: DictConfig, state: Mapping[str, Any], labels: Sequence[str]) -> None:
     """Raise UserError if a run would be resumed with other settings, data or labels, or another initial model.
 
-    Nothing is checked for a new run (`state` is None) or if the optimizer, the learning rate schedule or the data
-    loader is reset. A hash that the checkpoint lacks is not checked. With --reset-meters, the metric that chooses the
-    best checkpoint may differ.
-
-    Args:
-        cfg: the whole configuration of the run
-        state: the result of `load_run_checkpoint`
-        labels: the names of the task's classes in the order of their numbers; empty if it has none
+    Nothing is checked if the optimizer, the learning rate schedule or the data loader is reset. A hash that the
+    checkpoint lacks is not checked. With --reset-meters, the metric that chooses the best checkpoint may differ.
+    `labels` are the names of the task's classes in the order of their numbers.
     """
     options = cfg.checkpoint
-    if state is None or options.reset_optimizer or options.reset_lr_scheduler or options.reset_dataloader:
+    if options.reset_optimizer or options.reset_lr_scheduler or options.reset_dataloader:
         return
     saved = state.get("cfg")
     origin: dict[str, Any] = plugin_state(state)
@@ -122,16 +99,11 @@ def check_same_run(cfg: DictConfig, state: Mapping[str, Any] | None, labels: Seq
 
 
 def run_origin(cfg: DictConfig, state: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return the hashes that a run records in its checkpoints.
+    """Return the hashes that a run records in its checkpoints. `state` is the one that it resumes, None for a new run.
 
-    Args:
-        cfg: the whole configuration of the run
-        state: the checkpoint that the run resumes, or None for a new run
-    Returns: a dictionary with two keys:
-        "content": the hash of the training data as it is now, or "" if the data has no files
-        "start": the hash of the model that the run started from, or "" for a run from scratch. The key is absent if
-            the hash is unknown. A resumed run copies the hash from its checkpoint, because the file of the model can
-            have changed since.
+    "content" is the hash of the training data as it is now, or "" if the data has no files. "start" is the hash of the
+    model that the run started from, "" for a run from scratch, and absent if it is unknown. A resumed run copies it
+    from its checkpoint, because the file of the model can have changed since.
     """
     origin: dict[str, Any] = {"content": _hash_training_data(cfg)}
     start = _hash_initial_model(cfg.checkpoint) if state is None else plugin_state(state).get("start")
@@ -141,7 +113,6 @@ def run_origin(cfg: DictConfig, state: Mapping[str, Any] | None) -> dict[str, st
 
 
 def _hash_training_data(cfg: DictConfig) -> str:
-    """Return the `data_hash` of task.data for dataset.train_subset; `cfg` is the whole configuration."""
     return data_hash(split_paths(cfg.task.data), cfg.dataset.train_subset)
 
 
@@ -163,13 +134,8 @@ def _hash_initial_model(cfg: DictConfig) -> str | None:
 def _has_other_start(cfg: DictConfig, recorded: str, saved: Any) -> bool:
     """Return True if the requested initial model is known to differ from the one that a run started from.
 
-    Args:
-        cfg: the checkpoint options of the run
-        recorded: the hash of the initial model in the checkpoint, or "" for a run from scratch
-        saved: the configuration in the checkpoint
-    Returns: If `cfg` sets --finetune-from-model and `recorded` is a hash: True if the hash of the file differs, and
-        False if the file no longer exists. Otherwise: True if only one of the two configurations sets
-        --finetune-from-model.
+    `recorded` is the hash of that model, or "" for a run from scratch. `saved` is the configuration in the checkpoint.
+    A file that no longer exists cannot be compared.
     """
     path = cfg.finetune_from_model
     if not path or not recorded:
@@ -296,10 +262,8 @@ def _update_size(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     share sequences. Without --sequence-parallel-size, every worker is such a group. update_freq has one entry per
     epoch, so each maximum is a list with one number for each entry.
 
-    Yields: ("sequences an update", maximum) and ("tokens an update", maximum), with NO_LIMIT as the maximum if a batch
-        has no such limit. If batches are limited by sequences, ("dataset.max_tokens", limit of a batch or NO_LIMIT)
-        follows. Nothing is yielded if batches have neither limit, if update_freq is missing or empty, or if one of the
-        numbers is not an integer.
+    A maximum is NO_LIMIT if a batch has no such limit. If batches are limited by sequences, dataset.max_tokens follows.
+    Nothing is yielded if batches have neither limit, or if one of the numbers is missing or not an integer.
     """
     dataset = plain_options(config.get("dataset"))
     sequences = dataset.get("batch_size")

@@ -12,15 +12,8 @@ from lln_fairseq.errors import UserError
 def plan_schedule(trainer: Trainer, batches: int) -> None:
     """Set the warm-up and the last update of the trainer's schedule, in place, if --warmup-fraction is set.
 
-    The warm-up takes this fraction of all updates, which are those of `total_updates`. The decay takes the remaining
-    ones. The learning rate is then that of the trainer's current update.
-
-    Args:
-        trainer: fairseq's trainer, with the state of the checkpoint if the run is resumed
-        batches: the number of batches of one worker in an epoch
-
-    Raises: UserError if the fraction is not in [0, 1), the scheduler is not polynomial_decay, or the number of updates
-        is not limited.
+    The warm-up takes this fraction of all updates, and the decay takes the remaining ones. The learning rate is then
+    that of the trainer's current update. `batches` is the number of batches of one worker in an epoch.
     """
     fraction = getattr(trainer.cfg.task, "warmup_fraction", None)
     if fraction is None:
@@ -41,11 +34,7 @@ def plan_schedule(trainer: Trainer, batches: int) -> None:
 def total_updates(cfg: Any, batches: int) -> float:
     """Return the number of updates after which a run ends: --max-update, or those of --max-epoch epochs if fewer.
 
-    --update-freq batches of a worker make one update. The result is infinity if neither option limits the run.
-
-    Args:
-        cfg: the whole configuration
-        batches: the number of batches of one worker in an epoch
+    The result is infinity if neither option limits the run. `batches` is as for `plan_schedule`.
     """
     limits = cfg.optimization
     updates = math.inf

@@ -1,4 +1,4 @@
-"""Check a configuration, before the first update, for settings that are wrong or that the machine does not support."""
+"""Check a run's settings: each function raises a UserError for what is wrong or what the machine does not support."""
 
 import dataclasses
 import math
@@ -70,31 +70,6 @@ REGRESSION_METRICS = ["loss", "pearson", "spearman", "pearson_spearman"]
 TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")  # fairseq recognizes torchrun by these variables
 
 
-def check_configuration(cfg: Any) -> None:
-    """Raise UserError for the first wrong setting that can be found without reading files.
-
-    Args:
-        cfg: the whole configuration of any fairseq program; in programs that do not train, `model` is None, and only
-            the settings that every program has are checked
-    """
-    check_known_options(cfg)
-    check_ranges(cfg)
-    check_sequence_parallel(cfg)
-    check_devices(cfg)
-    if cfg.model is not None:
-        check_precision(cfg)
-        check_trainable(cfg)
-        check_best_metric(cfg)
-        check_patience(cfg)
-
-
-def check_training(cfg: Any) -> None:
-    """Raise UserError for the first wrong setting of the attention, the checkpoint to start from, or the probe."""
-    check_attention(cfg)
-    check_restore_file(cfg)
-    check_probe(cfg)
-
-
 def check_known_options(cfg: Any) -> None:
     """Raise UserError for a group or an option that fairseq does not have, such as +common.sede=3.
 
@@ -160,33 +135,24 @@ def check_best_metric(cfg: Any) -> None:
     if cfg.dataset.disable_validation:
         return
     if getattr(cfg.criterion, "_name", None) == "lln_sentence_prediction":
-        check_sentence_prediction_metric(cfg)
+        if cfg.criterion.regression_target:
+            names = REGRESSION_METRICS
+            kind = "a regression"
+        else:
+            names = CLASSIFICATION_METRICS.copy()
+            kind = f"{cfg.task.num_classes} classes"
+            if cfg.task.num_classes != 2:
+                names.remove("f1")
+        if metric not in names:
+            raise UserError(
+                f"--best-checkpoint-metric (checkpoint.best_checkpoint_metric) must be one of {', '.join(names)} for "
+                f"{kind}, got {metric}"
+            )
     option = "--maximize-best-checkpoint-metric (checkpoint.maximize_best_checkpoint_metric)"
     if metric in LOWER_IS_BETTER and maximize:
         raise UserError(f"{option} must be false for {metric} (checkpoint.best_checkpoint_metric), got true")
     if metric in HIGHER_IS_BETTER and not maximize:
         raise UserError(f"{option} must be true for {metric} (checkpoint.best_checkpoint_metric), got false")
-
-
-def check_sentence_prediction_metric(cfg: Any) -> None:
-    """Raise UserError if best_checkpoint_metric is not one that lln_sentence_prediction logs for the task.
-
-    Call this only if `cfg` has that criterion.
-    """
-    metric = cfg.checkpoint.best_checkpoint_metric
-    if cfg.criterion.regression_target:
-        names = REGRESSION_METRICS
-        kind = "a regression"
-    else:
-        names = CLASSIFICATION_METRICS.copy()
-        kind = f"{cfg.task.num_classes} classes"
-        if cfg.task.num_classes != 2:
-            names.remove("f1")
-    if metric not in names:
-        raise UserError(
-            f"--best-checkpoint-metric (checkpoint.best_checkpoint_metric) must be one of {', '.join(names)} for "
-            f"{kind}, got {metric}"
-        )
 
 
 def check_patience(cfg: Any) -> None:
@@ -344,9 +310,6 @@ def split_global_batch(cfg: Any) -> None:
     Nothing changes if global_batch is not set. dataset.batch_size is the number of sequences that fit on a device: it
     is lowered if a device's share of the global batch is smaller. If update_freq is [1] and the global batch is
     divisible by the number of workers, update_freq is computed; any other update_freq is kept and checked.
-
-    Raises: UserError if batch_size x update_freq x workers (groups of them, with sequence parallelism) is not the
-        global batch, or batch_size is not set.
     """
     global_batch = getattr(cfg.task, "global_batch", None)
     if not global_batch:

@@ -1,8 +1,7 @@
-"""Log, in about ten lines, what a run will do, and write its whole configuration to SAVE_DIR/config.yaml."""
+"""Log, in about ten lines, what a run will do."""
 
 import logging
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,38 +9,20 @@ from fairseq.data.iterators import EpochBatchIterating
 from fairseq.trainer import Trainer
 
 from lln_fairseq.checkpoints.compatibility import option_value
-from lln_fairseq.checkpoints.config import STOCK_ATTENTION, config_yaml, plain_options, softmax_layers
-from lln_fairseq.files import write_bytes
+from lln_fairseq.checkpoints.config import STOCK_ATTENTION, plain_options, softmax_layers
 from lln_fairseq.models.linear_choice import bfloat16_speed
 from lln_fairseq.models.options import attention_options
 from lln_fairseq.training.padding_report import row_lengths
 from lln_fairseq.training.schedule import total_updates
-from lln_fairseq.training.worker import is_first_worker
 
-CONFIGURATION = "config.yaml"
+CONFIGURATION = "config.yaml"  # in save_dir; a resumed run replaces it
 
 # The logger of fairseq-train, the only one whose messages --log-file gets.
 logger = logging.getLogger("fairseq_cli.train")
 
 
 def log_summary(trainer: Trainer, iterator: EpochBatchIterating) -> None:
-    """Log the summary of a run that is about to train, and write its configuration, in the first worker.
-
-    Args:
-        trainer: fairseq's trainer, with the state of the checkpoint if the run is resumed
-        iterator: the iterator over the batches of the training data
-    """
-    if not is_first_worker():
-        return
-    cfg = trainer.cfg
-    if not cfg.checkpoint.no_save:
-        save_configuration(cfg)
-    for name, value in summary(trainer, iterator):
-        logger.info(f"{name:<11}{value}")
-
-
-def summary(trainer: Trainer, iterator: EpochBatchIterating) -> list[tuple[str, str]]:
-    """Return the lines of the summary as pairs of a name and a text. Arguments are those of `log_summary`."""
+    """Log what a run will do, before its first update or after it was resumed."""
     cfg = trainer.cfg
     model = trainer.get_model()
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -59,12 +40,8 @@ def summary(trainer: Trainer, iterator: EpochBatchIterating) -> list[tuple[str, 
     done = trainer.get_num_updates()
     if done:
         lines.append(("resumes", f"after update {done:,}"))
-    return lines
-
-
-def save_configuration(cfg: Any) -> None:
-    """Write the whole configuration of a run to SAVE_DIR/config.yaml; a resumed run replaces the file."""
-    write_bytes(Path(cfg.checkpoint.save_dir, CONFIGURATION), config_yaml(cfg).encode())
+    for name, value in lines:
+        logger.info(f"{name:<11}{value}")
 
 
 def _data(cfg: Any, task: Any) -> str:

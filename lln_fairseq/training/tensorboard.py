@@ -146,19 +146,15 @@ def _inverse_loss_scale(meters: Any) -> float:
 def write_configuration(cfg: Any) -> None:
     """Write the whole configuration of a run to TensorBoard as text, and its settings for the HPARAMS tab.
 
-    Only the first worker writes, and only with --tensorboard-logdir. The HPARAMS tab adds the metrics by itself: it
-    shows the last value of each scalar below the run's directory.
+    The HPARAMS tab adds the metrics by itself: it shows the last value of each scalar below the run's directory.
     """
-    directory = cfg.common.tensorboard_logdir
-    if not directory or not is_first_worker():
-        return
     from torch.utils.tensorboard import SummaryWriter
     from torch.utils.tensorboard.summary import hparams
 
     # `hparams` also returns a definition of the experiment, which would limit the tab to this run's settings and
     # metrics. Without it, the tab shows those of all runs.
     _, session_start, _ = hparams(hparams_columns(plain_config(cfg)), {})
-    with SummaryWriter(directory) as writer:
+    with SummaryWriter(cfg.common.tensorboard_logdir) as writer:
         writer.add_text("configuration", "    " + config_yaml(cfg).replace("\n", "\n    "))
         writer.file_writer.add_summary(session_start)
 

@@ -1,13 +1,11 @@
-"""Run fairseq's `main` in each worker, and lock the directory of the run."""
+"""What a worker needs before and after fairseq's `main`, and the lock of the run's directory."""
 
 import atexit
-import multiprocessing
 import queue
 import re
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -16,44 +14,10 @@ from fairseq import checkpoint_utils
 from fairseq.data.iterators import BackgroundConsumer
 from fairseq.distributed import utils as distributed_utils
 
-from lln_fairseq import command
 from lln_fairseq.checkpoints.saving import lock_directory
-from lln_fairseq.errors import TrainingError, UserError, first_line
-from lln_fairseq.training import resume
-from lln_fairseq.training.malloc import disable_malloc_trim
+from lln_fairseq.errors import TrainingError, first_line
 
 LONGEST_BATCH = 10  # seconds to wait for a batch; torch notices an interrupted loader process after five
-
-
-def run_worker(main: Callable, cfg: Any, **kwargs: Any) -> Any:
-    """Run fairseq's main(cfg, ...) in a worker, and return its result.
-
-    A spawned worker ends when its parent process ends.
-
-    Args:
-        main: fairseq's `main`
-        cfg: the whole configuration of the run
-        kwargs: further arguments of `main`
-    Raises: UserError if `main` raises it, or TrainingError if another worker is lost. A spawned worker instead prints
-        the message as one line and exits with code 1.
-    """
-    parent: Any = multiprocessing.parent_process()
-    if parent:
-        command.exit_with_parent(parent.pid)
-    disable_malloc_trim()
-    resume.forget_previous_run(main)
-    try:
-        with report_lost_workers():
-            result = main(cfg, **kwargs)
-            _leave_process_group_at_exit()
-            return result
-    except UserError as error:
-        if not parent:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
-    finally:
-        _end_prefetching()
 
 
 @contextmanager
@@ -72,7 +36,7 @@ def report_lost_workers() -> Iterator[None]:
         ) from error
 
 
-def _leave_process_group_at_exit() -> None:
+def leave_process_group_at_exit() -> None:
     """Wait for all workers to get here, and let Python destroy their process group when this process ends.
 
     fairseq never destroys it, although torch asks for that, above all with NCCL. It is not destroyed at once, because
@@ -91,7 +55,7 @@ def _destroy_process_group() -> None:
         dist.destroy_process_group()
 
 
-def _end_prefetching() -> None:
+def end_prefetching() -> None:
     """End fairseq's threads that load batches ahead, and wait up to LONGEST_BATCH seconds for each thread.
 
     If such a thread were still running when Python ends, torch's C++ code would abort the process.
@@ -115,11 +79,8 @@ def lock_save_dir(cfg: Any) -> Iterator[None]:
     """Lock the save_dir of a run during the `with` block: two runs would overwrite each other's checkpoints.
 
     The directory is created if it is missing. If there are several workers, the first one locks it for all of them.
-    Nothing is created or locked with --no-save, or in a program that does not train.
-
-    Args:
-        cfg: the whole configuration of a fairseq program; the rank in it is set in place from the environment
-    Raises: UserError if another run has locked the directory.
+    Nothing is created or locked with --no-save, or in a program that does not train. The rank in `cfg` is set in place
+    from the environment.
     """
     distributed_utils.infer_init_method(cfg.distributed_training)  # sets distributed_rank; call_main repeats it
     is_training = cfg.model is not None

@@ -176,7 +176,7 @@ def test_prefetching_threads_end_with_training(tmp_path, monkeypatch):
     remove_patch(monkeypatch, distributed_utils, "call_main")
     train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "b", *run_options)
     assert prefetching_threads()
-    worker._end_prefetching()
+    worker.end_prefetching()
 
 
 def test_bf16_on_command_line_needs_no_tpu(corpus, tmp_path, monkeypatch):

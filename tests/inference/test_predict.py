@@ -657,6 +657,21 @@ def test_lines_are_read_a_few_thousand_ahead():
     assert lines_read < 9000 + 2 * CHUNK_TEXTS
 
 
+def test_long_line_after_predictions_is_named():
+    class Model:
+        inputs = 1
+
+        def predict_each(self, texts, on_long):
+            list(texts)
+            yield from [0.5] * 2
+            raise LongTextError("texts[3]", 3, 72, 64)
+
+    lines = enumerate(["", "a", "b", "", "c", "", "long", "d"], start=1)
+
+    with pytest.raises(LongTextError, match="line 7 has 72 tokens"):
+        list(prediction_lines(Model(), lines, "error"))
+
+
 def encode(capsys, *arguments):
     """Run `lln-fairseq encode` and return its exit code, standard output and standard error."""
     code = main(["encode", *map(str, arguments)])

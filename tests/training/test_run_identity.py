@@ -274,6 +274,13 @@ def test_resume_compares_content_of_initial_model(initial_models, tmp_path):
     assert initial_models.train(run, 3, "--finetune-from-model", model) == start
 
 
+def test_initial_model_in_save_dir_is_not_resumed(initial_models, tmp_path):
+    (tmp_path / "run").mkdir()
+    model = shutil.copy(initial_models.a, tmp_path / "run" / "initial.pt")
+    options = ("--finetune-from-model", model, "--seed", 4)  # another run than that of the model
+    assert initial_models.train(tmp_path / "run", 1, *options) == files.sha256_of(model)
+
+
 def test_run_from_scratch_rejects_initial_model(initial_models, run_copy):
     initial_models.assert_rejected(run_copy.save_dir, "--finetune-from-model", initial_models.a)
 

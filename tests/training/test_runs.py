@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 
 from lln_fairseq.__main__ import main
 from lln_fairseq.errors import TrainingError, UserError
-from lln_fairseq.fairseq_compat import patches
 from lln_fairseq.models.multihead_attention import LLNMultiheadAttention
 from lln_fairseq.tasks import run_registered_worker
+from lln_fairseq.training import start
 from lln_fairseq.training.settings import split_global_batch
 from tests.fairseq_runs import (
     CLASSIFICATION,
@@ -233,7 +233,7 @@ def test_error_in_spawned_worker_is_one_line(capfd):
     )
 
     with pytest.raises(SystemExit) as exit_info:
-        patches._call_main(run_registered_worker, call_main_in_process, cfg, main_with_wrong_input)
+        start.start_run(run_registered_worker, call_main_in_process, cfg, main_with_wrong_input)
 
     assert exit_info.value.code == 1
     stderr = capfd.readouterr().err

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from lln_fairseq import command
 from lln_fairseq.checkpoints.saving import LOCK
 from lln_fairseq.errors import UserError
-from lln_fairseq.training import worker
+from lln_fairseq.training import start
 from lln_fairseq.training.worker import lock_save_dir
 from tests.fairseq_runs import train
 from tests.training.conftest import RUN_OPTIONS
@@ -35,7 +35,7 @@ TRY_LOCK = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX
 RUN_IN_GROUP = """
 import sys
 import torch.distributed as dist
-from lln_fairseq.training.worker import run_worker
+from lln_fairseq.training.start import run_worker
 
 destroy = dist.destroy_process_group
 def destroy_and_report():
@@ -120,11 +120,11 @@ def test_spawned_worker_ends_with_its_parent(monkeypatch):
     parents = []
     monkeypatch.setattr(command, "exit_with_parent", parents.append)
 
-    assert worker.run_worker(lambda cfg: cfg, "done") == "done"
+    assert start.run_worker(lambda cfg: cfg, "done") == "done"
     assert parents == []  # this process was not spawned
 
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=7))
-    assert worker.run_worker(lambda cfg: cfg, "done") == "done"
+    assert start.run_worker(lambda cfg: cfg, "done") == "done"
     assert parents == [7]
 
 

@@ -1,0 +1,205 @@
+"""What happens before the first update of a training run, from the first line of this list to the last.
+
+The first column has functions of Hydra and fairseq, indented below their callers. fairseq_compat/patches.py puts the
+functions of this module in the place of fairseq's, which they get as the argument `original`.
+
+    hydra.main                          initial_model.InitialModel takes the model's options from a checkpoint
+    call_main                           start_run checks the options, locks save_dir and starts the workers
+      main, in every worker             run_worker prepares the process
+        setup_task                      HookedTask.__init__ creates the hooks
+        build_model                     HookedTask.build_model joins the group of workers that share sequences
+        load_dataset                    HookedTask.load_dataset loads the validation data
+        load_checkpoint                 prepare_training checks the settings together with the task
+          Trainer.load_checkpoint       restore_checkpoint checks that a checkpoint fits, and loads it
+          get_train_iterator            HookedTask.get_batch_iterator checks the training data, and reports padding
+                                        prepare_training, continued: plans the schedule, and logs the summary
+        train_step                      HookedTask.train_step measures the model, and restores the float32 parameters
+"""
+
+import functools
+import importlib.util
+import logging
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fairseq.trainer import Trainer
+from torch.multiprocessing import ProcessExitedException
+
+from lln_fairseq import command
+from lln_fairseq.checkpoints import saving
+from lln_fairseq.checkpoints.compatibility import check_compatibility
+from lln_fairseq.checkpoints.config import KNOWN, config_yaml
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
+from lln_fairseq.checkpoints.run_tokenizer import save_tokenizer
+from lln_fairseq.errors import UserError
+from lln_fairseq.files import write_bytes
+from lln_fairseq.training import settings, worker
+from lln_fairseq.training.exit import exit_with_one_line, in_sweep
+from lln_fairseq.training.hooked_task import HookedTask
+from lln_fairseq.training.malloc import disable_malloc_trim
+from lln_fairseq.training.resume import forget_previous_run, reason_for_completion, restore_training_state
+from lln_fairseq.training.run_identity import check_same_run, run_origin
+from lln_fairseq.training.schedule import plan_schedule
+from lln_fairseq.training.summary import CONFIGURATION, log_summary
+from lln_fairseq.training.tensorboard import write_configuration
+
+logger = logging.getLogger(__name__)
+
+
+@exit_with_one_line()
+def start_run(run_in_worker: Callable, original: Callable, cfg: Any, main: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Check the options, lock save_dir, and call run_in_worker(main, cfg, ...) in every worker. Replaces call_main.
+
+    Other programs of fairseq call this, too; for them, cfg.model is None.
+
+    Without this patch, too many workers and Ctrl-C end in a traceback, two runs can write into the same directory, and
+    --bf16 on the command line implies a TPU. Remove the patch once fairseq handles these cases and has a hook for the
+    start of a worker.
+    """
+    settings.check_known_options(cfg)
+    settings.check_ranges(cfg)
+    settings.check_sequence_parallel(cfg)
+    settings.check_devices(cfg)
+    if cfg.model is not None:
+        settings.check_precision(cfg)
+        settings.check_trainable(cfg)
+        settings.check_best_metric(cfg)
+        settings.check_patience(cfg)
+    if cfg.common.bf16 and cfg.common.tpu and importlib.util.find_spec("torch_xla") is None:
+        cfg.common.tpu = False
+    try:
+        with worker.lock_save_dir(cfg):
+            return original(cfg, functools.partial(run_in_worker, main), *args, **kwargs)
+    except ProcessExitedException as error:  # the worker has printed its error
+        if in_sweep():
+            raise UserError(f"a worker ended with exit code {error.exit_code}, see above") from None
+        raise SystemExit(error.exit_code) from None
+
+
+def run_worker(main: Callable, cfg: Any, **kwargs: Any) -> Any:
+    """Prepare this process, and return the result of fairseq's main(cfg, ...).
+
+    A spawned worker ends when its parent process ends. It prints a UserError, or the TrainingError for the loss of
+    another worker, as one line and exits with code 1.
+    """
+    parent: Any = multiprocessing.parent_process()
+    if parent:
+        command.exit_with_parent(parent.pid)
+    disable_malloc_trim()
+    forget_previous_run(main)
+    try:
+        with worker.report_lost_workers():
+            result = main(cfg, **kwargs)
+            worker.leave_process_group_at_exit()
+            return result
+    except UserError as error:
+        if not parent:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    finally:
+        worker.end_prefetching()
+
+
+def prepare_training(original: Callable, cfg: Any, trainer: Trainer, **kwargs: Any) -> Any:
+    """Check the settings, load the checkpoint and the training data, and plan the run. Replaces load_checkpoint.
+
+    trainer.cfg is changed in place: batch_size and update_freq are set to match task.global_batch, and max_epoch is set
+    to -1 if the run is complete, so that fairseq's loop does nothing.
+
+    Without this patch, fairseq ignores a missing --restore-file, and it makes another update when a run is complete or
+    has stopped early. Remove the patch once fairseq has a hook that runs before the training loop.
+
+    Args:
+        cfg: the checkpoint options.
+
+    Returns: the checkpoint's extra_state, or None for a new run, and the iterator over the batches.
+    """
+    settings.split_global_batch(trainer.cfg)
+    settings.check_attention(trainer.cfg)
+    settings.check_restore_file(trainer.cfg)
+    settings.check_probe(trainer.cfg)
+    task = trainer.task
+    if isinstance(task, HookedTask) and not trainer.cfg.dataset.disable_validation:
+        task.check_validation_splits(trainer.cfg.dataset.valid_subset.split(","))
+
+    extra_state, iterator = original(cfg, trainer, **kwargs)  # calls restore_checkpoint
+
+    is_first = worker.is_first_worker()
+    saves = is_first and not cfg.no_save
+    if saves and getattr(trainer.cfg.task, "_name", None) in KNOWN["task"]:
+        save_tokenizer(task, cfg.save_dir)
+    plan_schedule(trainer, len(iterator))
+    seconds = (extra_state or {}).get("previous_training_time", 0)
+    reason = reason_for_completion(trainer, seconds, iterator.next_epoch_idx)
+    if reason:
+        logger.info(f"{cfg.save_dir} is complete: {reason}")
+        trainer.cfg.optimization.max_epoch = -1
+        if saves:
+            saving.remove_superseded(cfg)
+        return extra_state, iterator
+    if is_first and trainer.cfg.common.tensorboard_logdir:
+        write_configuration(trainer.cfg)
+    if saves:
+        write_bytes(Path(cfg.save_dir, CONFIGURATION), config_yaml(trainer.cfg).encode())
+    if is_first:
+        log_summary(trainer, iterator)
+    return extra_state, iterator
+
+
+def restore_checkpoint(
+    original: Callable, trainer: Trainer, filename: str, reset_optimizer: bool = False, *args: Any, **kwargs: Any
+) -> Any:
+    """Check that a checkpoint belongs to this run or fits it, and load it. Replaces Trainer.load_checkpoint.
+
+    fairseq calls this for a new run, too: then there is no such file, and the result is None instead of the
+    checkpoint's extra_state.
+
+    Without this patch, fairseq ignores changed settings, and buries the reason for an incompatible checkpoint in pages
+    of output. If the batch size has changed and a run resumes in the middle of an epoch, fairseq skips the wrong
+    sequences. It also does not resume --ema-update-freq exactly. Remove the patch once fairseq does all this.
+    """
+    cfg = trainer.cfg
+    task = trainer.task
+    # fairseq resets the optimizer without this option for --finetune-from-model, in a new run.
+    finetunes = reset_optimizer and not cfg.checkpoint.reset_optimizer
+    saved: dict[str, Any] = {}
+    resumes = False
+    if os.path.isfile(filename):
+        saved = load_checkpoint_lazily(filename)
+        is_in_save_dir = Path(filename).parent.resolve() == Path(cfg.checkpoint.save_dir).resolve()
+        resumes = is_in_save_dir and not finetunes
+    if resumes:
+        check_same_run(cfg, saved, getattr(task, "labels", []))
+    if isinstance(task, HookedTask) and worker.is_first_worker() and not cfg.checkpoint.no_save:
+        task.run_origin = run_origin(cfg, saved if resumes else None)
+    if saved:
+        check_compatibility(saved, trainer.get_model(), task, filename)
+    try:
+        extra_state = original(trainer, filename, reset_optimizer, *args, **kwargs)
+    except Exception as error:
+        cause: BaseException | None = error
+        if type(error) is Exception:  # fairseq's "Cannot load model parameters ...", which hides the error before it
+            cause = error.__context__
+        if isinstance(cause, UserError | OSError):
+            raise cause from None
+        raise UserError(
+            f"{filename} does not fit this run: {_load_error_reason(cause)}. Use the options that it was trained with, "
+            "or another --save-dir (checkpoint.save_dir) if it belongs to another run"
+        ) from error
+    if extra_state and not finetunes:
+        restore_training_state(trainer, filename, saved.get("cfg"), extra_state)
+    return extra_state
+
+
+def _load_error_reason(cause: BaseException | None) -> str:
+    """Return the line of an error that states the reason: the second one, after the heading of torch's errors."""
+    lines = str(cause).splitlines()[:2]
+    reason = ""
+    if lines:
+        reason = lines[-1].strip(" \t.")
+    return reason or type(cause).__name__
