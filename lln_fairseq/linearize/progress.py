@@ -136,6 +136,11 @@ class Progress:
         if recent_losses:
             print(f"{name}: {trainer.steps} steps, {summary}", flush=True)
 
+    def save_if_trained(self) -> None:
+        """Save, unless no trainer has been saved yet: until then, OUT may still be used with other settings."""
+        if self.stages:
+            self.save()
+
     def save(self) -> None:
         """Write OUT/linearize.pt; the old one stays whole if that fails."""
         state = {

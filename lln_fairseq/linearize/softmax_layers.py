@@ -48,6 +48,12 @@ def parse_layers(text: str, layers: int, attention: str) -> list[int] | int:
         ) from None
 
 
+def layer_list(layers: list[int]) -> str:
+    """Return the numbers of layers as text: "layers 1, 2"."""
+    numbers = ", ".join(str(layer) for layer in layers)
+    return f"layer {numbers}" if len(layers) == 1 else f"layers {numbers}"
+
+
 def mixed_attentions(students: Students, softmax_layers: list[int]) -> list[nn.Module]:
     """Return one attention per layer: the teacher's in `softmax_layers`, and the student in each remaining layer.
 
