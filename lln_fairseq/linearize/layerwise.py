@@ -92,26 +92,16 @@ class Students(LayerwiseTrainer):
             branches[name] = [student.with_attention(student.attention.branches()[name]) for student in self.students]
         return branches
 
-    def fold(self, softmax_layers: Collection[int] = ()) -> dict[str, Tensor]:
+    def fold(self, softmax_layers: Collection[int] = ()) -> None:
         """Turn the model, except for `softmax_layers`, into the linear one in place. Call it once, after the training.
 
         The reparameterizations are folded into the projections of the queries and keys, and the linear attentions
         replace the model's attentions.
-
-        Returns: the parameters that changed or are new, on the CPU, by their names in the model
         """
-        changed: dict[str, Tensor] = {}
         for number, (layer, student) in enumerate(zip(self.layers, self.students, strict=True)):
-            if number in softmax_layers:
-                continue
-            student.alignment.fold(layer.self_attn.q_proj, layer.self_attn.k_proj)
-            layer.self_attn.attention = student.attention
-            prefix = f"encoder.sentence_encoder.layers.{number}.self_attn."
-            parameters = layer.self_attn.state_dict(prefix=prefix)
-            for name, parameter in parameters.items():
-                if name.removeprefix(prefix).startswith(("q_proj.", "k_proj.", "attention.")):
-                    changed[name] = parameter.cpu()
-        return changed
+            if number not in softmax_layers:
+                student.alignment.fold(layer.self_attn.q_proj, layer.self_attn.k_proj)
+                layer.self_attn.attention = student.attention
 
 
 @dataclass

@@ -39,7 +39,7 @@ class Progress:
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """Load the progress of an earlier run, if OUT holds one with these settings."""
+        """Load what an earlier run saved. Raises UserError if OUT holds another model, or a run with other settings."""
         self.args = args
         self.file = args.out / PROGRESS
         self.stages: dict[str, Any] = {}  # states of the trainers, by stage
@@ -54,8 +54,23 @@ class Progress:
         if out_is_teacher or (model.exists() and not self.file.exists()):
             raise UserError(f"{args.out} holds another model: give another OUT")
         self.files_before = self._file_identities()
-        if self.file.exists():
-            self._load(model.exists())
+        if not self.file.exists():
+            return
+        saved = load_plain_data(str(self.file))
+        verify_checksums(str(self.file))
+        self.stages = saved["stages"]
+        differing = [key for key, value in self.settings.items() if saved["settings"].get(key) != value]
+        changeable: tuple[str, ...] = ALWAYS
+        if "distillation" not in self.stages:
+            changeable += UNTIL_DISTILLATION
+        fixed = [key for key in differing if key not in changeable]
+        if fixed:
+            raise UserError(f"{args.out} holds a run with another {', another '.join(fixed)}: give another OUT")
+        self.complete = saved["complete"] and not differing and model.exists()
+        if "softmax_layers" not in differing:
+            self.softmax_layers = saved["softmax_layers"]
+        if "evaluate_rows" not in differing:
+            self.scores = saved["scores"]
 
     def _file_identities(self) -> list[tuple[int, ...] | None]:
         """Return what changes when OUT/linearize.pt or OUT/model.pt is written, or None for a missing file."""
@@ -67,23 +82,6 @@ class Progress:
             else:
                 identities.append(None)
         return identities
-
-    def _load(self, model_exists: bool) -> None:
-        saved = load_plain_data(str(self.file))
-        verify_checksums(str(self.file))
-        self.stages = saved["stages"]
-        differing = [key for key, value in self.settings.items() if saved["settings"].get(key) != value]
-        changeable: tuple[str, ...] = ALWAYS
-        if "distillation" not in self.stages:
-            changeable += UNTIL_DISTILLATION
-        fixed = [key for key in differing if key not in changeable]
-        if fixed:
-            raise UserError(f"{self.args.out} holds a run with another {', another '.join(fixed)}: give another OUT")
-        self.complete = saved["complete"] and not differing and model_exists
-        if "softmax_layers" not in differing:
-            self.softmax_layers = saved["softmax_layers"]
-        if "evaluate_rows" not in differing:
-            self.scores = saved["scores"]
 
     def create_directory(self) -> None:
         """Create OUT and lock it as long as this object lives."""
@@ -130,11 +128,17 @@ class Progress:
                     last_save = time.monotonic()
                     self.stages[name] = trainer.state()
                     if is_last:
-                        self.stages[name] = _without_optimizer(self.stages[name])
+                        del self.stages[name]["optimizer"]  # of no use to a finished stage
+                        self.stages[name] = copy.deepcopy(self.stages[name])  # because later stages change its tensors
                     self.complete = False
                     self.save()
         if recent_losses:
             print(f"{name}: {trainer.steps} steps, {summary}", flush=True)
+
+    def save_if_trained(self) -> None:
+        """Save, unless no trainer has been saved yet: until then, OUT may still be used with other settings."""
+        if self.stages:
+            self.save()
 
     def save(self) -> None:
         """Write OUT/linearize.pt; the old one stays whole if that fails."""
@@ -146,11 +150,6 @@ class Progress:
             "complete": self.complete,
         }
         save_atomically(state, self.file)
-
-
-def _without_optimizer(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of the state of a finished trainer, which later stages do not change."""
-    return copy.deepcopy({key: value for key, value in state.items() if key != "optimizer"})
 
 
 def assert_finite(values: list[float], stage: str, where: str) -> None:

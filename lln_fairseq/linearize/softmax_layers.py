@@ -48,6 +48,12 @@ def parse_layers(text: str, layers: int, attention: str) -> list[int] | int:
         ) from None
 
 
+def layer_list(layers: list[int]) -> str:
+    """Return the numbers of layers as text: "layers 1, 2"."""
+    numbers = ", ".join(str(layer) for layer in layers)
+    return f"layer {numbers}" if len(layers) == 1 else f"layers {numbers}"
+
+
 def mixed_attentions(students: Students, softmax_layers: list[int]) -> list[nn.Module]:
     """Return one attention per layer: the teacher's in `softmax_layers`, and the student in each remaining layer.
 
@@ -102,19 +108,15 @@ def classifier_distance(model: Any, task: Any, rows: TaskRows) -> Distance:
         samples = (rows.sample(batch) for batch in rows.batches(numbers, TOKENS_PER_BATCH))
         return score_batches(model, task, rows.split, samples).logits.double()
 
+    def kl_divergence(logits: Tensor, teacher_logits: Tensor) -> Tensor:
+        return F.kl_div(
+            logits.log_softmax(dim=-1), teacher_logits.log_softmax(dim=-1), reduction="batchmean", log_target=True
+        )
+
     where = f"on {len(numbers)} rows of split '{rows.split}'"
     if task.cfg.regression_target:
         return Distance(f"mean squared error compared with the teacher {where}", outputs, F.mse_loss)
-    return Distance(
-        f"KL divergence from the teacher {where}", outputs, lambda logits, teacher: kl_divergence(teacher, logits)
-    )
-
-
-def kl_divergence(teacher_logits: Tensor, logits: Tensor) -> Tensor:
-    """Compute KL(teacher ‖ student) of the class probabilities, averaged over the rows (rows, classes)."""
-    return F.kl_div(
-        logits.log_softmax(dim=-1), teacher_logits.log_softmax(dim=-1), reduction="batchmean", log_target=True
-    )
+    return Distance(f"KL divergence from the teacher {where}", outputs, kl_divergence)
 
 
 def encoder_distance(model: Any, texts: TokenStream, length: int) -> Distance:

@@ -14,9 +14,9 @@ from fairseq.data import Dictionary
 from lln_fairseq.__main__ import main
 from lln_fairseq.conversion.convert import convert
 from lln_fairseq.inference.loading import load_model
-from lln_fairseq.linearize import linearize
 from lln_fairseq.linearize.attention_transfer import swapped_attention
 from lln_fairseq.linearize.layerwise import Students
+from lln_fairseq.linearize.text import held_out_count, held_out_lengths, read_texts
 from tests.fairseq_runs import LLN, MASKED_LM, WORDS, make_classification, make_corpus, train
 from tests.helpers import relative_rms
 
@@ -205,7 +205,7 @@ def test_fold_keeps_what_the_students_compute(teacher):
     path, data = teacher
     model, task = load_model(str(path))
     students = Students(model, "lln_diag", {"mix": "joint_offset"}, 0.03, 10, seed=1)
-    texts = linearize.read_texts(data, "train", task.source_dictionary)
+    texts = read_texts(data, "train", task.source_dictionary)
     for _ in range(5):
         students.train_step(texts, 128, 64)
     with swapped_attention(students.layers, students.students):
@@ -389,16 +389,16 @@ def test_seed_out_of_range_is_rejected(teacher, tmp_path, capsys):
 
 
 def test_held_out_texts_of_three_lengths():
-    assert linearize.held_out_lengths(2048) == [128, 512, 2048]
-    assert linearize.held_out_lengths(512) == [128, 512]
-    assert linearize.held_out_lengths(64) == [64]
+    assert held_out_lengths(2048) == [128, 512, 2048]
+    assert held_out_lengths(512) == [128, 512]
+    assert held_out_lengths(64) == [64]
 
 
 @pytest.mark.parametrize(
     ("count", "length", "texts"), [(64, 128, 64), (64, 512, 64), (64, 2048, 16), (64, 16384, 8), (4, 2048, 4)]
 )
 def test_long_held_out_texts_are_fewer(count, length, texts):
-    assert linearize.held_out_count(count, length) == texts
+    assert held_out_count(count, length) == texts
 
 
 def test_number_of_held_out_texts_can_change_later(teacher, tmp_path, capsys):

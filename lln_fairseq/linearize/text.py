@@ -1,0 +1,140 @@
+"""The linearization of an encoder on text. The encoder may be that of a fine-tuned model, which keeps its heads."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from lln_fairseq.errors import UserError, first_line
+from lln_fairseq.linearize.attention_transfer import TokenStream
+from lln_fairseq.linearize.layerwise import HeldOutSet
+from lln_fairseq.linearize.linearization import Linearization
+from lln_fairseq.linearize.progress import Progress, assert_finite
+from lln_fairseq.linearize.softmax_layers import Distance, encoder_distance, layer_list, mixed_attentions
+from lln_fairseq.models import LLNRobertaModel
+from lln_fairseq.text.checks import check_lines
+
+HELD_OUT_COUNT = 64  # held-out texts of each length, unless --evaluate-texts gives another number
+FEWEST_HELD_OUT = 8  # texts of the longest length
+SHORT_LENGTH = 128  # tokens: results are reported for this length, for MEDIUM_LENGTH and for the longest
+MEDIUM_LENGTH = 512  # there are fewer texts of longer lengths, with as many tokens in total
+MAX_TOKENS = 50_000_000  # that are read of each split of DATA
+
+
+class TextLinearization(Linearization):
+    """Trains on the split "train", and compares each stage with the teacher on held-out texts of the split "valid"."""
+
+    def __init__(self, args: argparse.Namespace, progress: Progress, model: LLNRobertaModel, task: Any) -> None:
+        """Read the text, print a summary of the run, and compute the teacher's vectors of the held-out texts.
+
+        `task` is the teacher's, whose dictionary the text must have.
+        """
+        if args.evaluate_rows is not None:
+            raise UserError("--evaluate-rows is for a fine-tuned TEACHER with the DATA of its task: leave it out")
+        super().__init__(args, progress, model, model.max_positions())
+        self.train_texts = read_texts(args.data, "train", task.source_dictionary)
+        valid_texts = read_texts(args.data, "valid", task.source_dictionary)
+        self.print_summary(f"{len(self.train_texts.tokens):,} tokens")
+        self.held_out = []
+        for length in held_out_lengths(self.longest):
+            count = held_out_count(args.evaluate_texts or HELD_OUT_COUNT, length)
+            self.held_out.append(HeldOutSet(model, valid_texts, count, length))
+
+    def train(self, writer: SummaryWriter) -> None:
+        students = self.students
+        qualities_before = [texts.evaluate(students) for texts in self.held_out]
+        self.progress.train("transfer", students, self.train_texts, self.longest, writer)
+        qualities = [texts.evaluate(students) for texts in self.held_out]
+        for quality in qualities:
+            assert_finite(quality.errors, "transfer", "on held-out texts")
+        for texts, before, after in zip(self.held_out, qualities_before, qualities, strict=True):
+            similarity_before = (before.cosine, before.same_neighbor)
+            print_similarity(texts.length, "transfer", similarity_before, (after.cosine, after.same_neighbor))
+            for layer, (error_before, error) in enumerate(zip(before.errors, after.errors, strict=True)):
+                print(f"  relative error of layer {layer:2d}       {error_before:.3f} -> {error:.3f}")
+            for name, branch in students.branches().items():
+                cosine, same_neighbor = texts.similarity(branch)
+                print(f"  {name:12s} cosine {cosine:.3f}, same nearest text {same_neighbor:.2f}")
+
+        if self.softmax_layers:
+            layers = self.choose_softmax_layers()
+            attentions = mixed_attentions(students, layers)
+            print(f"with softmax in {layer_list(layers)}")
+            for texts in self.held_out:
+                cosine, same_neighbor = texts.similarity(attentions)
+                print(f"  {texts.length} tokens: cosine {cosine:.3f}, same nearest text {same_neighbor:.2f}")
+
+        distillation = self.fold()
+        if distillation is not None:
+            similarities_before = [texts.similarity() for texts in self.held_out]
+            self.progress.train("distillation", distillation, self.train_texts, self.longest, writer)
+            similarities = [texts.similarity() for texts in self.held_out]
+            assert_finite([cosine for cosine, _ in similarities], "distillation", "on held-out texts")
+            for texts, start, end in zip(self.held_out, similarities_before, similarities, strict=True):
+                print_similarity(texts.length, "distillation", start, end)
+
+    def distance(self) -> Distance:
+        return encoder_distance(self.model, self.train_texts, self.longest)
+
+
+def print_similarity(length: int, stage: str, before: tuple[float, float], after: tuple[float, float]) -> None:
+    """Print what `HeldOutSet.similarity` returned for texts of a length, before and after a stage."""
+    print(f"held-out texts of {length} tokens, compared with the teacher: before -> after the {stage}")
+    print(f"  cosine of the texts' vectors    {before[0]:.3f} -> {after[0]:.3f}")
+    print(f"  same nearest text               {before[1]:.2f} -> {after[1]:.2f}")
+
+
+def held_out_lengths(longest: int) -> list[int]:
+    """Return the lengths of the held-out texts in tokens: SHORT_LENGTH, MEDIUM_LENGTH and `longest`, if not longer."""
+    return sorted({min(length, longest) for length in (SHORT_LENGTH, MEDIUM_LENGTH, longest)})
+
+
+def held_out_count(count: int, length: int) -> int:
+    """Return the number of held-out texts of a length.
+
+    Args:
+        count: the number of texts of at most MEDIUM_LENGTH tokens; there are fewer longer ones, with as many tokens in
+            total, but at least FEWEST_HELD_OUT or `count`
+        length: tokens per text
+    """
+    if length <= MEDIUM_LENGTH:
+        return count
+    return max(count * MEDIUM_LENGTH // length, min(count, FEWEST_HELD_OUT))
+
+
+def read_texts(data: Path, split: str, dictionary: Any) -> TokenStream:
+    """Read the token ids of a split, as one stream of at most about MAX_TOKENS ids.
+
+    Args:
+        data: a directory binarized for masked_lm, or for sentence_prediction, of which the first sentences are read
+        split: "train" or "valid"
+        dictionary: the teacher's dictionary, whose symbols the data must have
+
+    Raises: UserError if the data is missing, damaged or empty, or has another dictionary.
+    """
+    from fairseq.data import Dictionary, data_utils
+
+    directory = data / "input0" if (data / "input0").is_dir() else data
+    dictionary_file = directory / "dict.txt"
+    if not dictionary_file.is_file():
+        raise UserError(f"{data} is not a binarized data directory: {dictionary_file} is missing")
+    check_lines(str(directory / split), dictionary_file)
+    teacher_symbols = [symbol for symbol in dictionary.symbols if symbol != "<mask>"]
+    if Dictionary.load(str(dictionary_file)).symbols != teacher_symbols:
+        raise UserError(f"the dictionary of {data} is not the teacher's: binarize with the teacher's tokenizer")
+    try:
+        dataset = data_utils.load_indexed_dataset(str(directory / split), dictionary)
+    except Exception as error:  # fairseq's readers raise many kinds of exceptions on damaged files
+        raise UserError(f"cannot load split '{split}' of {data}: {first_line(error)}") from error
+    if dataset is None or len(dataset) == 0:
+        raise UserError(f"{data} has no text in its split '{split}'")
+    rows = []
+    num_tokens = 0
+    for number in range(len(dataset)):
+        rows.append(dataset[number])
+        num_tokens += len(rows[-1])
+        if num_tokens >= MAX_TOKENS:
+            break
+    return TokenStream(torch.cat(rows).long(), dictionary.bos(), dictionary.eos())
