@@ -1,6 +1,5 @@
 """Apply all measures of attention matrices to the queries and keys of one layer, head by head."""
 
-import copy
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ from torch import Tensor
 from lln_fairseq.analysis.concentration import entropy, linear_spectral_gap, spectral_gap, variance
 from lln_fairseq.analysis.lognormal import lognormal_fit
 from lln_fairseq.analysis.rank_collapse import numerical_rank
-from lln_fairseq.attention import Attention
+from lln_fairseq.attention import NO_CONTEXT, Attention, Context
 from lln_fairseq.ops import reference
 
 # Longer sequences get no N x N matrix: the eigenvalues of one of 1024 tokens take a second, and grow like N³.
@@ -39,7 +38,7 @@ class SequenceAttention(NamedTuple):
 
 @torch.no_grad()
 def sequence_attentions(
-    attention: Attention, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None
+    attention: Attention, q: Tensor, k: Tensor, context: Context = NO_CONTEXT
 ) -> Iterator[SequenceAttention]:
     """Yield the attention of every sequence in turn, because the matrices of a whole batch may not fit in memory.
 
@@ -50,10 +49,9 @@ def sequence_attentions(
     Args:
         attention: the mechanism.
         q, k: (B, H, N, D).
-        key_padding_mask: bool (B, N), True = padded, or None.
+        context: what belongs to the call.
     """
     is_short = q.shape[2] <= MAX_TOKENS
-    segment_lengths = attention.segment_lengths
     for number in range(len(q)):
         if attention.batch_independent:
             part = slice(number, number + 1)
@@ -61,20 +59,16 @@ def sequence_attentions(
         else:  # α and β depend on the whole batch
             part = slice(None)
             row = number
-        if segment_lengths is not None:
-            attention = copy.copy(attention)
-            attention.segment_lengths = segment_lengths[part]
-        mask = None if key_padding_mask is None else key_padding_mask[part]
-        real = slice(None) if key_padding_mask is None else ~key_padding_mask[number]
+        real = slice(None) if context.padding is None else ~context.padding[number]
         P = None
-        features = attention.feature_maps(q[part], k[part], mask)
+        features = attention.feature_maps(q[part], k[part], context.rows(part))
         if features is not None:
             phi_q = features[0][row][:, real]
             phi_k = features[1][row][:, real]
             features = (phi_q, phi_k)
             P = _matrix_rows(phi_q, phi_k, None if is_short else ROWS)
         elif attention.rows_sum_to_one and is_short:
-            P = attention.attention_matrix(q[part], k[part], mask)[row][:, real][:, :, real]
+            P = attention.attention_matrix(q[part], k[part], context.rows(part))[row][:, real][:, :, real]
         yield SequenceAttention(q.shape[1], P, features)
 
 
@@ -104,32 +98,32 @@ def measure_sequence(sequence: SequenceAttention) -> Tensor:
     return torch.stack([values[name].double().cpu() for name in NAMES])
 
 
-def measure_batch(attention: Attention, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+def measure_batch(attention: Attention, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> Tensor:
     """Compute every measure of NAMES for every sequence of a batch, with `measure_sequence`.
 
     Args:
         attention: the mechanism.
         q, k: (B, H, N, D), with at least one sequence.
-        key_padding_mask: bool (B, N), True = padded, or None.
+        context: what belongs to the call.
 
     Returns: (B, 7, H) in the order of NAMES, float64 on the CPU.
     """
-    sequences = sequence_attentions(attention, q, k, key_padding_mask)
+    sequences = sequence_attentions(attention, q, k, context)
     return torch.stack([measure_sequence(sequence) for sequence in sequences])
 
 
-def remove_padding(x: Tensor, key_padding_mask: Tensor | None) -> list[Tensor]:
+def remove_padding(x: Tensor, padding: Tensor | None) -> list[Tensor]:
     """Split a batch into its sequences, and remove the padding of each.
 
     Args:
         x: (B, ..., N, C).
-        key_padding_mask: bool (B, N), True = padded, or None.
+        padding: bool (B, N), True = padded, or None.
 
     Returns: for each sequence of n tokens, a tensor (..., n, C).
     """
-    if key_padding_mask is None:
+    if padding is None:
         return list(x)
-    return [row[..., ~padded, :] for row, padded in zip(x, key_padding_mask, strict=True)]
+    return [row[..., ~padded, :] for row, padded in zip(x, padding, strict=True)]
 
 
 def _matrix_rows(phi_q: Tensor, phi_k: Tensor, number: int | None) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lln_fairseq.analysis import layer_scalars, measure
 from lln_fairseq.analysis.lognormal import log_entries
 from lln_fairseq.analysis.rank_collapse import relative_residual
-from lln_fairseq.attention import Attention, reject_layer_mechanism
+from lln_fairseq.attention import Attention, Context, reject_layer_mechanism
 
 # The attributes by which an encoder layer is recognized.
 LAYER_ATTRIBUTES = ("self_attn", "self_attn_layer_norm", "final_layer_norm", "fc1", "fc2")
@@ -34,13 +34,13 @@ class Layer:
     attention: Attention  # a copy in float32 in evaluation mode
     q: Tensor  # (B, H, N, D) float32
     k: Tensor  # (B, H, N, D) float32
-    key_padding_mask: Tensor | None  # bool (B, N), True = padded
+    context: Context  # of the call
     before: Tensor  # the input of the layer, (B, N, C)
     after: Tensor  # the output of the layer, (B, N, C)
 
     def scalars(self) -> Tensor:
         """Return the scalars of `layer_scalars.NAMES` for this layer, averaged over sequences and heads, (6,)."""
-        return layer_scalars.layer_scalars(self.attention, self.q, self.k, self.key_padding_mask)
+        return layer_scalars.layer_scalars(self.attention, self.q, self.k, self.context)
 
 
 @contextmanager
@@ -75,28 +75,27 @@ def record_layers(model: nn.Module, net_input: dict[str, Any]) -> list[Layer]:
     """
     records: list[dict[str, Any]] = []
 
-    def record_input(module: nn.Module, inputs: tuple[Any, ...], _: dict[str, Any]) -> None:
+    def record_input(module: nn.Module, inputs: tuple[Any, ...]) -> None:
         records.append({"before": inputs[0].transpose(0, 1)})
 
-    def record_attention(module: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        q, k, mask = layer_scalars.queries_keys_mask(module, args, kwargs)
+    def record_attention(module: Attention, inputs: tuple[Any, ...]) -> None:
+        q, k, _, context = inputs
         record = records[-1]
         record["attention"] = copy.deepcopy(module).float().eval()
         record["q"] = q.float()
         record["k"] = k.float()
-        record["key_padding_mask"] = mask
+        record["context"] = context
 
-    def record_output(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        records[-1]["after"] = hidden.transpose(0, 1)
+    def record_output(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        records[-1]["after"] = output.transpose(0, 1)
 
     hooks = []
     for layer in encoder_layers(model):
-        hooks.append(layer.register_forward_pre_hook(record_input, with_kwargs=True))
+        hooks.append(layer.register_forward_pre_hook(record_input))
         hooks.append(layer.register_forward_hook(record_output))
         for module in layer.modules():
             if isinstance(module, Attention):
-                hooks.append(module.register_forward_pre_hook(record_attention, with_kwargs=True))
+                hooks.append(module.register_forward_pre_hook(record_attention))
     try:
         with undisturbed(model):
             model(**net_input, features_only=True)
@@ -152,29 +151,11 @@ def ablated(model: nn.Module, skip: bool = True, mlp: bool = True) -> Iterator[N
                 vars(layer)["forward"] = wrapper
 
 
-def _layer_forward(
-    layer: Any,
-    x: Tensor,
-    encoder_padding_mask: Tensor | None = None,
-    segment_lengths: Tensor | None = None,
-    *,
-    skip: bool,
-    mlp: bool,
-) -> Tensor:
-    """Compute an encoder layer of fairseq, without dropout around its attention and its MLP.
-
-    Args:
-        layer: the layer.
-        x: tokens (T, B, C).
-        encoder_padding_mask: bool (B, T), True = padded, or None.
-        segment_lengths: ignored, since the encoder has already given them to the attention.
-        skip, mlp: as in `ablated`.
-
-    Returns: (T, B, C).
-    """
+def _layer_forward(layer: Any, x: Tensor, context: Context, *, skip: bool, mlp: bool) -> Tensor:
+    """Compute an encoder layer for x (T, B, C), without dropout around its attention and its MLP; see `ablated`."""
 
     def attend(y: Tensor) -> Tensor:
-        return layer.self_attn(y, y, y, key_padding_mask=encoder_padding_mask)[0]
+        return layer.self_attn(y, context)
 
     def feed_forward(y: Tensor) -> Tensor:
         return layer.fc2(layer.activation_fn(layer.fc1(y)))
@@ -245,7 +226,7 @@ class Probe:
         """Measure one layer, and write its scalars and histograms for step `update`, with `name` in their tags."""
         measured = []
         logs = []
-        for sequence in measure.sequence_attentions(layer.attention, layer.q, layer.k, layer.key_padding_mask):
+        for sequence in measure.sequence_attentions(layer.attention, layer.q, layer.k, layer.context):
             measured.append(measure.measure_sequence(sequence))
             if sequence.P is not None:
                 logs.append(torch.from_numpy(log_entries(sequence.P)))
@@ -253,7 +234,7 @@ class Probe:
         scalars = dict(zip(layer_scalars.NAMES, layer.scalars().tolist(), strict=True))
         for tag, values in by_head.items():
             scalars[tag] = values.nanmean().item()
-        states = measure.remove_padding(layer.after, layer.key_padding_mask)
+        states = measure.remove_padding(layer.after, layer.context.padding)
         scalars["residual"] = torch.stack([relative_residual(X) for X in states]).nanmean().item()
         for tag, value in scalars.items():
             if math.isfinite(value):

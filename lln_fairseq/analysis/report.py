@@ -126,10 +126,10 @@ def measure_model(model: Any, batches: Iterable[dict[str, Any]]) -> AttentionRep
         for variant, (skip, mlp) in VARIANTS.items():
             with ablated(model, skip, mlp):
                 layers = record_layers(model, net_input)
-            mask = layers[0].key_padding_mask
+            padding = layers[0].context.padding
             states = [layers[0].before, *(layer.after for layer in layers)]
-            residuals = [_measure_states(relative_residual, X, mask) for X in states]
-            ranks = [_measure_states(numerical_rank, X, mask) for X in states]
+            residuals = [_measure_states(relative_residual, X, padding) for X in states]
+            ranks = [_measure_states(numerical_rank, X, padding) for X in states]
             by_depth["residual"][variant].append(torch.stack(residuals, dim=1))
             by_depth["rank"][variant].append(torch.stack(ranks, dim=1))
             if variant == "model":
@@ -137,7 +137,7 @@ def measure_model(model: Any, batches: Iterable[dict[str, Any]]) -> AttentionRep
                     for name, values in _measure_layer(layer).items():
                         by_layer[number][name].append(values)
         report.sequences += size
-        report.tokens += size * length if mask is None else int((~mask).sum())
+        report.tokens += size * length if padding is None else int((~padding).sum())
         report.longest = max(report.longest, length)
     for measures in by_layer.values():
         report.layers.append({name: torch.cat(values).nanmean(dim=0) for name, values in measures.items()})
@@ -148,17 +148,17 @@ def measure_model(model: Any, batches: Iterable[dict[str, Any]]) -> AttentionRep
     return report
 
 
-def _measure_states(function: Callable[[Tensor], Tensor], X: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+def _measure_states(function: Callable[[Tensor], Tensor], X: Tensor, padding: Tensor | None) -> Tensor:
     """Measure the hidden states of each sequence without its padding.
 
     Args:
         function: the measure. It returns a scalar for the hidden states (n, C) of a sequence.
         X: hidden states (B, N, C).
-        key_padding_mask: bool (B, N), True = padded, or None.
+        padding: bool (B, N), True = padded, or None.
 
     Returns: (B,) in float64 on the CPU.
     """
-    values = [function(states) for states in measure.remove_padding(X, key_padding_mask)]
+    values = [function(states) for states in measure.remove_padding(X, padding)]
     return torch.stack(values).cpu().double()
 
 
@@ -167,13 +167,13 @@ def _measure_layer(layer: Layer) -> dict[str, Tensor]:
 
     A tensor is (B, H), or (B, 1) for a measure of the whole layer, with the same value for all sequences.
     """
-    mask = layer.key_padding_mask
-    measured = measure.measure_batch(layer.attention, layer.q, layer.k, mask)
+    padding = layer.context.padding
+    measured = measure.measure_batch(layer.attention, layer.q, layer.k, layer.context)
     values = dict(zip(measure.NAMES, measured.unbind(dim=1), strict=True))
     scalars = layer.scalars().double().cpu().expand(len(layer.q), 1, -1)
     values.update(zip(layer_scalars.NAMES, scalars.unbind(dim=-1), strict=True))
     for name, x in (("q", layer.q), ("k", layer.k)):
-        fits = [normality(heads) for heads in measure.remove_padding(x, mask)]
+        fits = [normality(heads) for heads in measure.remove_padding(x, padding)]
         for moment in NormalFit._fields:
             by_head = [getattr(fit, moment) for fit in fits]
             values[f"{name}_{moment}"] = torch.stack(by_head).cpu().double()

@@ -7,6 +7,7 @@ anywhere.
 import importlib
 import pkgutil
 
+from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.layers import EncoderLayer, build_layer, register_layer
 from lln_fairseq.attention.registry import (
     ATTENTION_REGISTRY,
@@ -26,7 +27,9 @@ __all__ = [
     "ATTENTION_REGISTRY",
     "LAYER_REGISTRY",
     "MECHANISMS",
+    "NO_CONTEXT",
     "Attention",
+    "Context",
     "EncoderLayer",
     "build_attention",
     "build_layer",

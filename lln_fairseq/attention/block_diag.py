@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops import reference
 from lln_fairseq.ops.block_diag import block_diag_attention
-from lln_fairseq.ops.checks import check_block_size
+from lln_fairseq.ops.lln import check_block_size
 
 
 @dataclass
@@ -31,8 +32,8 @@ class BlockDiagAttention(Attention):
         self.block_size = check_block_size(config.block_size, head_dim)
         self.shard_multiple = self.block_size
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        return block_diag_attention(q, k, v, key_padding_mask, self.block_size, self.active_dropout)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        return block_diag_attention(q, k, v, context.padding, self.block_size, self.active_dropout)
 
-    def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        return reference.block_diag_matrix(q, k, self.block_size, key_padding_mask)
+    def attention_matrix(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        return reference.block_diag_matrix(q, k, self.block_size, context.padding)

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.registry import Attention
 from lln_fairseq.ops import reference
 from lln_fairseq.ops.dtypes import compute_dtype
@@ -28,26 +29,24 @@ class KernelFeatureAttention(Attention):
         """
         raise NotImplementedError
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        q, k, v = clear_padding(q, k, v, key_padding_mask)
-        phi_q, phi_k = self.linear_features(q, k, key_padding_mask)
-        return linear_attention(phi_q, phi_k, v, key_padding_mask)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        q, k, v = clear_padding(q, k, v, context.padding)
+        phi_q, phi_k = self.linear_features(q, k, context)
+        return linear_attention(phi_q, phi_k, v, context.padding)
 
-    def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        phi_q, phi_k = self.linear_features(q, k, key_padding_mask)
-        return reference.kernel_matrix(phi_q, phi_k, key_padding_mask)
+    def attention_matrix(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        phi_q, phi_k = self.linear_features(q, k, context)
+        return reference.kernel_matrix(phi_q, phi_k, context.padding)
 
-    def feature_maps(
-        self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor] | None:
-        return self.linear_features(q, k, key_padding_mask)
+    def feature_maps(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor] | None:
+        return self.linear_features(q, k, context)
 
-    def linear_features(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def linear_features(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor]:
         """Compute the features from which the linear attention is computed.
 
         Args:
             q, k: queries and keys (B, H, N, D).
-            key_padding_mask: bool (B, N), True = padded, or None.
+            context: what belongs to the call.
 
         Returns:
             φ(q) and φ(k), each (B, H, N, F) in float32, or in float64 for float64 inputs.

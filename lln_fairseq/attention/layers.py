@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.registry import (
     LAYER_REGISTRY,
     build_attention,
@@ -31,7 +32,7 @@ from lln_fairseq.attention.registry import (
 class EncoderLayer(nn.Module):
     """A sequence of units, each with a residual connection: x + dropout(unit(x)).
 
-    A unit is called as unit(x, key_padding_mask). It gets the tokens x (B, N, C) and a mask, bool (B, N) or None, and
+    A unit is called as unit(x, padding). It gets the tokens x (B, N, C) and the padding, bool (B, N) or None, and
     returns (B, N, C). Padding must not influence the output for other tokens. Every unit must normalize its own input,
     whether or not --encoder-normalize-before is set. The encoder then adds a final layer norm.
 
@@ -47,25 +48,18 @@ class EncoderLayer(nn.Module):
         self.units = nn.ModuleList(units)
         self.dropout = dropout
 
-    def forward(self, x: Tensor, encoder_padding_mask: Tensor | None = None) -> Tensor:
-        """Apply the units in turn.
+    def forward(self, x: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        """Apply the units in turn to tokens (T, B, C), and return the same shape; x itself if it has no elements.
 
-        Args:
-            x: tokens (T, B, C). Padding tokens can have any values; they are set to 0 in a copy.
-            encoder_padding_mask: (B, T), True or nonzero = padded, or None.
-
-        Returns:
-            (T, B, C), or x itself if it has no elements.
+        Padding tokens can have any values; they are set to 0 in a copy.
         """
         if not x.numel():
             return x
         x = x.transpose(0, 1)
-        mask = None
-        if encoder_padding_mask is not None:
-            mask = encoder_padding_mask.bool()
-            x = x.masked_fill(mask[:, :, None], 0.0)
+        if context.padding is not None:
+            x = x.masked_fill(context.padding[:, :, None], 0.0)
         for unit in self.units:
-            x = x + F.dropout(unit(x, mask), self.dropout, self.training)
+            x = x + F.dropout(unit(x, context.padding), self.dropout, self.training)
         return x.transpose(0, 1)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:

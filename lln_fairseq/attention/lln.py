@@ -1,11 +1,11 @@
 """Linear Log-Normal attention with moment matching (arXiv 2311.13541, section 4.1)."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops import reference
 from lln_fairseq.ops.lln import lln_attention, lln_features
@@ -59,37 +59,10 @@ class MomentMatchedAttention(Attention):
         else:
             self.register_parameter("log_gain", None)
 
-    def alpha_beta(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        alpha, beta = self._differentiable_alpha_beta(q, k, key_padding_mask)
-        return alpha.detach(), beta.detach()
-
-    def moment_matching_arguments(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> dict[str, Any]:
-        """Return the keyword arguments of `lln_attention` and `lln_diag_attention` that determine α and β.
-
-        Without a learned gain, they are the options alpha, beta, scope and constants, so the function can match the
-        moments while it reads the queries and keys. With a learned gain, they are alpha and beta, each a tensor (B, H)
-        with a gradient to the gain. Both cases include `group`, the workers that share the sequences.
-
-        Args:
-            q, k: queries and keys (B, H, N, D).
-            key_padding_mask: bool (B, N), True = padded, or None.
-        """
-        if self.log_gain is None:
-            return {
-                "alpha": self.config.alpha,
-                "beta": self.config.beta,
-                "scope": self.config.scope,
-                "constants": self.config.constants,
-                "group": self.group,
-            }
-        alpha, beta = self._differentiable_alpha_beta(q, k, key_padding_mask)
-        return {"alpha": alpha, "beta": beta, "group": self.group}
-
-    def _differentiable_alpha_beta(self, q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return α and β, each (B, H). If gains are learned, they are multiplied in, and gradients flow to them."""
+    def alpha_beta(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor]:
         config = self.config
         if config.alpha is None or config.beta is None:
-            alpha, beta = match_moments(q, k, mask, config.scope, config.constants, group=self.group)
+            alpha, beta = match_moments(q, k, context.padding, config.scope, config.constants, group=context.group)
         else:
             ones = torch.ones(q.shape[:2], device=q.device)
             alpha = config.alpha * ones
@@ -104,14 +77,28 @@ class MomentMatchedAttention(Attention):
 class LLNAttention(MomentMatchedAttention):
     """LLN attention without block-diagonal softmax. P is never formed, so attention dropout does not apply."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        matching = self.moment_matching_arguments(q, k, key_padding_mask)
-        return lln_attention(q, k, v, key_padding_mask=key_padding_mask, **matching)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        config = self.config
+        alpha: float | Tensor | None = config.alpha
+        beta: float | Tensor | None = config.beta
+        if self.log_gain is not None:
+            alpha, beta = self.alpha_beta(q, k, context)
+        return lln_attention(
+            q,
+            k,
+            v,
+            alpha,
+            beta,
+            context.padding,
+            scope=config.scope,
+            constants=config.constants,
+            group=context.group,
+        )
 
-    def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        alpha, beta = self.alpha_beta(q, k, key_padding_mask)
-        return reference.lln_matrix(q, k, alpha, beta, key_padding_mask)
+    def attention_matrix(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        alpha, beta = self.alpha_beta(q, k, context)
+        return reference.lln_matrix(q, k, alpha, beta, context.padding)
 
-    def feature_maps(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        alpha, beta = self.alpha_beta(q, k, key_padding_mask)
-        return lln_features(q, k, alpha, beta, key_padding_mask)
+    def feature_maps(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor]:
+        alpha, beta = self.alpha_beta(q, k, context)
+        return lln_features(q, k, alpha, beta, context.padding)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from lln_fairseq.attention.block_diag import BlockDiagAttention, BlockDiagConfig
+from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.lln import LLNAttention, LLNConfig, MomentMatchedAttention
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops import reference
-from lln_fairseq.ops.checks import check_block_size
-from lln_fairseq.ops.lln import MIXES, head_offsets, lln_diag_attention
+from lln_fairseq.ops.lln import MIXES, check_block_size, lln_diag_attention
 
 NO_GLOBAL_TOKENS = "none"
 FIRST_SEGMENT = "first_segment"
@@ -59,7 +59,7 @@ class LLNDiagAttention(MomentMatchedAttention):
 
     linearize_options: ClassVar[Mapping[str, Any]] = {"mix": "joint_offset", "gain": "learned", "block_size": 64}
     config: LLNDiagConfig
-    offset: nn.Parameter  # (H,), only with mix joint_offset
+    offset: nn.Parameter | float | None  # (H,); None with mix average
 
     def __init__(
         self, config: LLNDiagConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
@@ -71,33 +71,45 @@ class LLNDiagAttention(MomentMatchedAttention):
             self.offset = nn.Parameter(torch.zeros(num_heads))
         else:
             self.shard_multiple = self.block_size
+            self.register_parameter("offset", None)
         self.global_tokens = str(config.global_tokens)  # benchmarks and configurations may state a number
         check_global_setting(self.global_tokens, config.mix)
-        self.needs_segments = self.global_tokens == FIRST_SEGMENT
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        matching = self.moment_matching_arguments(q, k, key_padding_mask)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        config = self.config
+        alpha: float | Tensor | None = config.alpha
+        beta: float | Tensor | None = config.beta
+        if self.log_gain is not None:
+            alpha, beta = self.alpha_beta(q, k, context)
+        global_tokens = None
+        if self.global_tokens != NO_GLOBAL_TOKENS:
+            global_tokens = self._count_global_tokens(context)
         return lln_diag_attention(
             q,
             k,
             v,
-            key_padding_mask=key_padding_mask,
+            alpha,
+            beta,
+            context.padding,
             block_size=self.block_size,
-            dropout_p=self.active_dropout,
-            mix=self.config.mix,
-            mix_parameter=self._head_offset(),
-            global_tokens=self._global_tokens(),
-            **matching,
+            dropout_p=self.dropout if self.training else 0.0,
+            scope=config.scope,
+            constants=config.constants,
+            mix=config.mix,
+            mix_parameter=self.offset,
+            group=context.group,
+            global_tokens=global_tokens,
         )
 
-    def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        alpha, beta = self.alpha_beta(q, k, key_padding_mask)
-        offset = head_offsets(self.config.mix, self._head_offset(), q)
-        if offset is None:
-            return reference.lln_diag_matrix(q, k, alpha, beta, self.block_size, key_padding_mask)
-        return reference.joint_matrix(
-            q, k, alpha, beta, self.block_size, offset, key_padding_mask, self._global_tokens()
-        )
+    def attention_matrix(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        alpha, beta = self.alpha_beta(q, k, context)
+        if self.offset is None:
+            return reference.lln_diag_matrix(q, k, alpha, beta, self.block_size, context.padding)
+        global_tokens = None
+        if self.global_tokens != NO_GLOBAL_TOKENS:
+            global_tokens = self._count_global_tokens(context)
+        offset = torch.as_tensor(self.offset)
+        return reference.joint_matrix(q, k, alpha, beta, self.block_size, offset, context.padding, global_tokens)
 
     def branches(self) -> dict[str, Attention]:
         """Return the two parts of LLN+Diag, each as an attention that can be called by itself.
@@ -113,27 +125,18 @@ class LLNDiagAttention(MomentMatchedAttention):
         if self.global_tokens != NO_GLOBAL_TOKENS:
             diag = InsideAttention(self.config, *sizes)
             diag.log_gain = self.log_gain
-            diag.segment_lengths = self.segment_lengths
         return {"LLN only": lln, "Diag only": diag}
 
-    def _global_tokens(self) -> int | Tensor | None:
-        """Return the number of global tokens: a tensor (B,) for "first_segment", an int for a number, or None."""
-        if self.global_tokens == NO_GLOBAL_TOKENS:
-            return None
-        if not self.needs_segments:
+    def _count_global_tokens(self, context: Context) -> int | Tensor:
+        """Return the number of global tokens: a tensor (B,) for "first_segment", or the number of the option."""
+        if self.global_tokens != FIRST_SEGMENT:
             return int(self.global_tokens)
-        if self.segment_lengths is None:
+        if context.first_lengths is None:
             raise ValueError(
-                f"global_tokens={FIRST_SEGMENT} needs the lengths of the first segments: set segment_lengths before "
-                "the call, as the encoder does"
+                f"global_tokens={FIRST_SEGMENT} needs the lengths of the first segments: pass "
+                "Context(first_lengths=...), as the encoder does"
             )
-        return self.segment_lengths.clamp(max=MAX_GLOBAL_TOKENS)
-
-    def _head_offset(self) -> float | Tensor | None:
-        """Return the offsets (H,) of mix joint_offset, or None. A subclass can return one number for all heads."""
-        if self.config.mix == "joint_offset":
-            return self.offset
-        return None
+        return context.first_lengths.clamp(max=MAX_GLOBAL_TOKENS)
 
 
 class InsideAttention(LLNDiagAttention):
@@ -148,6 +151,4 @@ class InsideAttention(LLNDiagAttention):
     ) -> None:
         super().__init__(config, num_heads, head_dim, max_positions, dropout)
         del self.offset
-
-    def _head_offset(self) -> float:
-        return ONLY_INSIDE
+        self.offset = ONLY_INSIDE

@@ -23,7 +23,8 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_type_hints
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+
+from lln_fairseq.attention.context import NO_CONTEXT, Context
 
 
 class Attention(nn.Module):
@@ -50,14 +51,6 @@ class Attention(nn.Module):
     # that the mechanism needs the whole sequence on one worker.
     shard_multiple: int | None = None
 
-    # The workers that share the sequences, in the order of their tokens. None: this worker holds all tokens.
-    group: ProcessGroup | None = None
-
-    # True for a mechanism that reads `segment_lengths`, which the encoder then sets before every call of forward.
-    needs_segments = False
-    # The number of tokens of the first segment of every sequence, int64 (B,), see `segments.first_segment_lengths`.
-    segment_lengths: Tensor | None = None
-
     def __init__(self, config: Any, num_heads: int, head_dim: int, max_positions: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.config = config
@@ -66,12 +59,11 @@ class Attention(nn.Module):
         self.max_positions = max_positions
         self.dropout = dropout
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         """Compute the attention output.
 
-        Args:
-            q, k, v: queries, keys and values (B, H, N, D).
-            key_padding_mask: bool (B, N), True = padded, or None if nothing is padded.
+        In all methods, q, k and v are queries, keys and values (B, H, N, D), and `context` is what belongs to the call,
+        such as the padding.
 
         Returns:
             (B, H, N, D). The outputs of padding tokens are finite but meaningless. All other outputs are independent of
@@ -79,15 +71,11 @@ class Attention(nn.Module):
         """
         raise NotImplementedError
 
-    def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    def attention_matrix(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         """Compute the matrix P for which forward(q, k, v) in evaluation mode equals P v.
 
         This default calls forward with unit vectors as values, D columns of P at a time. A mechanism can override it
         with the formula of P, which should not share code with forward: the contract tests compare both.
-
-        Args:
-            q, k: queries and keys (B, H, N, D).
-            key_padding_mask: bool (B, N), True = padded, or None.
 
         Returns:
             P (B, H, N, N), with 0 in the columns of padded keys. The default returns it without a graph.
@@ -105,38 +93,28 @@ class Attention(nn.Module):
             for units in torch.eye(length, dtype=q.dtype, device=q.device).split(dim, dim=1):
                 width = units.shape[1]
                 v = F.pad(units, (0, dim - width)).expand(q.shape)
-                columns.append(self.forward(q, k, v, key_padding_mask)[..., :width])
+                columns.append(self.forward(q, k, v, context)[..., :width])
         self.train(was_training)
         return torch.cat(columns, dim=-1)
 
-    def feature_maps(
-        self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor] | None:
+    def feature_maps(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor] | None:
         """Return the features φ(Q) and φ(K) of a linear attention.
 
         P is φ(Q) φ(K)ᵀ with 0 in the columns of padding and every row divided by its sum. The analysis uses the
         features to compute spectral gaps exactly at any length.
-
-        Args:
-            q, k: queries and keys (B, H, N, D).
-            key_padding_mask: bool (B, N), True = padded, or None.
 
         Returns:
             φ(Q) and φ(K), each (B, H, N, F), where F does not depend on N. None if P cannot be written in this form.
         """
         return None
 
-    def alpha_beta(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+    def alpha_beta(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor] | None:
         """Return the α and β that LLN attention uses for these queries and keys.
 
         The analysis derives the temperature τ of LLN attention from them.
 
-        Args:
-            q, k: queries and keys (B, H, N, D).
-            key_padding_mask: bool (B, N), True = padded, or None.
-
         Returns:
-            α and β, each (B, H) and detached from the graph, or None if the mechanism contains no LLN attention.
+            α and β, each (B, H), with gradients to learned gains, or None if the mechanism contains no LLN attention.
         """
         return None
 

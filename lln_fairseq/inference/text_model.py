@@ -6,9 +6,7 @@ load("runs/sst2_lln_diag/checkpoint_best.pt").predict(["a gripping film"])
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsIndex
@@ -19,7 +17,7 @@ from fairseq.data.data_utils import collate_tokens
 from fairseq.models import BaseFairseqModel
 from torch import Tensor, nn
 
-from lln_fairseq.attention.segments import first_segment_lengths
+from lln_fairseq.attention.context import first_segment_lengths
 from lln_fairseq.checkpoints.compatibility import check_tokenizer, is_finetuned, label_names
 from lln_fairseq.checkpoints.pooling import POOLINGS, Pooling, pool_hidden_states, stored_pooling
 from lln_fairseq.checkpoints.reading import load_checkpoint
@@ -41,9 +39,6 @@ from lln_fairseq.text.vocabulary import load_vocabulary
 
 TOKENS = "tokens"  # in place of a pooling: the vectors of all tokens
 TOKEN_CHUNK_CHARACTERS = 1 << 17  # fewer than for other outputs, because every token has a vector
-# Held by a thread that calls a model whose attentions store the lengths of the first segments of a batch.
-SEGMENTS_LOCK = threading.Lock()
-
 logger = logging.getLogger(__name__)
 
 
@@ -115,7 +110,6 @@ class TextModel(nn.Module):
         self.vocabulary = vocabulary
         self.inputs = inputs
         self.precision = precision
-        self.stores_segments = any(getattr(module, "needs_segments", False) for module in model.modules())
         self.is_sentence_encoder = pooling is not None
         self.pooling = pooling or Pooling()
         self.ids = TextIds(task, vocabulary)
@@ -254,7 +248,7 @@ class TextModel(nn.Module):
     def _mask_probabilities(self, ids: Tensor) -> Tensor:
         """Return the probabilities (V,), float32 on the CPU, of all symbols at the first <mask> in ids (N,)."""
         is_mask = ids.eq(self.ids.mask)
-        logits = self._run_model(ids[None].to(self._device))
+        logits, _ = self.model(ids[None].to(self._device))
         require_finite(logits, "this text")
         return logits[0][is_mask.to(self._device)][0].float().softmax(dim=-1).cpu()
 
@@ -291,19 +285,19 @@ class TextModel(nn.Module):
         try:
             for chunk in split_into_chunks(texts_to_rows(texts, inputs), max_characters):
                 samples = self.ids.encode_rows(chunk)
-                segment_lengths = self._segment_lengths(samples)
+                first_lengths = self._first_lengths(samples)
                 samples = limit.apply(samples)
-                outputs = self._map_samples(samples, segment_lengths, chunk, model_function)
+                outputs = self._map_samples(samples, first_lengths, chunk, model_function)
                 yield from zip(chunk, outputs, strict=True)
         finally:
             _log_cut_texts(limit)
 
-    def _segment_lengths(self, samples: Sequence[Tensor]) -> Tensor | None:
-        """Return the lengths of the first segments of samples (N,) that are not cut yet, (number of samples,).
+    def _first_lengths(self, samples: Sequence[Tensor]) -> Tensor | None:
+        """Return the lengths of the first segments of samples (N,), (number of samples,); None if none will be cut.
 
-        Return None if the model does not need them.
+        The encoder finds the segments of samples that are not cut.
         """
-        if not self.stores_segments:
+        if all(len(sample) <= self.longest for sample in samples):
             return None
         eos = self.task.source_dictionary.eos()
         return torch.cat([first_segment_lengths(sample[None], eos) for sample in samples])
@@ -311,7 +305,7 @@ class TextModel(nn.Module):
     def _map_samples(
         self,
         samples: Sequence[Tensor],
-        segment_lengths: Tensor | None,
+        first_lengths: Tensor | None,
         rows: Sequence[Sequence[str]],
         model_function: Callable[..., Iterable[Tensor]],
     ) -> list[Tensor]:
@@ -323,8 +317,8 @@ class TextModel(nn.Module):
                 raise UserError(f"{names[0]} has no tokens")
             tokens = collate_tokens([samples[number] for number in batch], self.task.source_dictionary.pad())
             options = {}
-            if segment_lengths is not None:
-                options["segment_lengths"] = segment_lengths[batch].to(self._device)
+            if first_lengths is not None:
+                options["first_lengths"] = first_lengths[batch].to(self._device)
             batch_outputs = model_function(tokens.to(self._device), **options)
             for number, name, output in zip(batch, names, batch_outputs, strict=True):
                 require_finite(output, name)
@@ -335,13 +329,13 @@ class TextModel(nn.Module):
     def _class_logits(self, tokens: Tensor, **options: Any) -> Tensor:
         """Return the logits (B, classes) of the classification head for tokens (B, N)."""
         head = self.task.cfg.classification_head_name
-        logits = self._run_model(tokens, features_only=True, classification_head_name=head, **options)
+        logits, _ = self.model(tokens, features_only=True, classification_head_name=head, **options)
         return logits.float().cpu()
 
     @torch.no_grad()
     def _features(self, tokens: Tensor, pooling: str, normalize: bool, **options: Any) -> Iterable[Tensor]:
         """Return the pooled features (B, C) of tokens (B, N), or a list of (N_i, C) with pooling="tokens"."""
-        features = self._run_model(tokens, features_only=True, **options)
+        features, _ = self.model(tokens, features_only=True, **options)
         features = features.float()
         real = tokens.ne(self.task.source_dictionary.pad())
         if pooling != TOKENS:
@@ -351,15 +345,6 @@ class TextModel(nn.Module):
         features = features.cpu()
         lengths = real.sum(dim=1).tolist()
         return [row[:length].clone() for row, length in zip(features, lengths, strict=True)]
-
-    def _run_model(self, tokens: Tensor, **options: Any) -> Tensor:
-        """Return the output of the model for tokens (B, N). `options` are arguments of its `forward`."""
-        lock: Any = nullcontext()
-        if self.stores_segments:
-            lock = SEGMENTS_LOCK
-        with lock:
-            output, _ = self.model(tokens, **options)
-        return output
 
     @property
     def _device(self) -> torch.device:

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lln_fairseq.attention import Attention
-from lln_fairseq.models.encoder import LLNEncoderLayer
+from lln_fairseq.attention import Attention, Context
+from lln_fairseq.models.layer import LLNEncoderLayer
 
 MIN_TEXT_LENGTH = 64  # tokens; in shorter texts, LLN+Diag is softmax in a single block
 
@@ -38,7 +38,7 @@ class AttentionCall(NamedTuple):
     q: Tensor  # (B, H, N, D)
     k: Tensor  # (B, H, N, D)
     v: Tensor  # (B, H, N, D)
-    mask: Tensor | None  # bool (B, N), True = padding
+    context: Context
     out: Tensor  # (B, H, N, D)
 
 
@@ -93,17 +93,14 @@ class QKReparameterization(nn.Module):
 class Student(nn.Module):
     """The linear attention of one layer, applied to reparameterized queries and keys."""
 
-    # The encoder searches all modules for attentions, so it sets the segment lengths of `attention` directly.
-    needs_segments = False
-
     def __init__(self, attention: Attention, num_heads: int, head_dim: int) -> None:
         super().__init__()
         self.attention = attention
         self.alignment = QKReparameterization(num_heads, head_dim)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """Reparameterize q and k, and compute the output of the linear attention, (B, H, N, D)."""
-        return self.attention(*self.alignment(q, k), v, key_padding_mask)
+        return self.attention(*self.alignment(q, k), v, context)
 
     def with_attention(self, attention: Attention) -> "Student":
         """Return a new student with another attention that shares the reparameterization with this one."""
@@ -122,16 +119,16 @@ def relative_error(out: Tensor, teacher: AttentionCall, projection: Tensor) -> T
 
     Returns: a scalar tensor, with a gradient for `out`
     """
-    error = _projected_square_sum(out - teacher.out, teacher.mask, projection)
-    size = _projected_square_sum(teacher.out, teacher.mask, projection)
+    error = _projected_square_sum(out - teacher.out, teacher.context.padding, projection)
+    size = _projected_square_sum(teacher.out, teacher.context.padding, projection)
     return error / size
 
 
-def _projected_square_sum(x: Tensor, mask: Tensor | None, projection: Tensor) -> Tensor:
+def _projected_square_sum(x: Tensor, padding: Tensor | None, projection: Tensor) -> Tensor:
     """Compute ‖W x‖² over the tokens that are not padding, for x (B, H, N, D) and the projection W (C, H · D)."""
     projected = x.transpose(1, 2).flatten(2) @ projection.mT  # (B, N, C)
-    if mask is not None:
-        projected = projected.masked_fill(mask[..., None], 0.0)
+    if padding is not None:
+        projected = projected.masked_fill(padding[..., None], 0.0)
     return projected.square().sum()
 
 
@@ -144,8 +141,8 @@ def recorded(layers: Sequence[LLNEncoderLayer]) -> Iterator[list[AttentionCall]]
     calls: list[AttentionCall] = []
 
     def record(attention: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> None:
-        q, k, v, mask = inputs
-        calls.append(AttentionCall(q, k, v, mask, out))
+        q, k, v, context = inputs
+        calls.append(AttentionCall(q, k, v, context, out))
 
     hooks = [layer.self_attn.attention.register_forward_hook(record) for layer in layers]
     try:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lln_fairseq.attention import build_attention
-from lln_fairseq.attention.segments import first_segment_lengths
 from lln_fairseq.checkpoints.pooling import Pooling, pool_hidden_states
 from lln_fairseq.errors import UserError
 from lln_fairseq.linearize.attention_transfer import (
@@ -58,27 +57,23 @@ class Students(LayerwiseTrainer):
         self.students = [Student(module, teacher.num_heads, teacher.head_dim).eval() for module in attentions]
         super().__init__(nn.ModuleList(self.students).to(teacher.q_proj.weight.device), lr, steps, seed)
 
-    def errors(self, tokens: Tensor, segment_lengths: Tensor | None = None) -> list[Tensor]:
+    def errors(self, tokens: Tensor, first_lengths: Tensor | None = None) -> list[Tensor]:
         """Compute the relative squared error of each layer on a batch, as scalars with gradients for the students.
 
-        Each student gets the q, k, v and mask of the teacher's attention in its layer.
+        Each student gets what the teacher's attention gets in its layer.
 
         Args:
             tokens: ids (B, N), on any device
-            segment_lengths: the lengths of the first segments (B,); None: those that the tokens show
+            first_lengths: the lengths of the first segments (B,); None: those that the tokens show
         """
         device = next(self.model.parameters()).device
-        tokens = tokens.to(device)
+        if first_lengths is not None:
+            first_lengths = first_lengths.to(device)
         with torch.no_grad(), recorded(self.layers) as calls:
-            self.model(src_tokens=tokens, features_only=True)
-        if self.students[0].attention.needs_segments:
-            if segment_lengths is None:
-                segment_lengths = first_segment_lengths(tokens, self.model.encoder.dictionary.eos())
-            for student in self.students:
-                student.attention.segment_lengths = segment_lengths.to(device)
+            self.model(src_tokens=tokens.to(device), features_only=True, first_lengths=first_lengths)
         errors = []
         for layer, call, student in zip(self.layers, calls, self.students, strict=True):
-            out = student(call.q, call.k, call.v, call.mask)
+            out = student(call.q, call.k, call.v, call.context)
             errors.append(relative_error(out, call, layer.self_attn.out_proj.weight.detach()))
         return errors
 

@@ -98,7 +98,7 @@ class TaskRows:
             number of rows, or twice that if the classifier encodes the two texts of a row separately
         """
         sample = self.draw(tokens, longest, generator)
-        return encoder_tokens(sample, self.pad), sample["net_input"].get("segment_lengths")
+        return encoder_tokens(sample, self.pad), sample["net_input"].get("first_lengths")
 
     def batches(self, numbers: np.ndarray, tokens: int) -> Iterator[np.ndarray]:
         """Divide rows into batches of similar length, and yield the row numbers of each batch.

@@ -199,7 +199,7 @@ class LLNRobertaModel(RobertaModel):
             other_tokens: token ids (B, M) of the second text, which the encoder processes separately. Required for a
                 classification with `two_towers` and ignored otherwise.
             shard: the part of the sequences that src_tokens hold; None: whole sequences.
-            kwargs: further arguments of the encoder, such as the `segment_lengths` of src_tokens.
+            kwargs: further arguments of the encoder, such as the `first_lengths` of src_tokens.
 
         Returns:
             Logits (B, N, vocabulary), features (B, N, C), or class scores (B, classes), and fairseq's dictionary of

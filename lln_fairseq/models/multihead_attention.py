@@ -1,13 +1,12 @@
 """fairseq's multi-head self-attention with a pluggable attention mechanism."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
 
-from lln_fairseq.attention import build_attention
+from lln_fairseq.attention import Context, build_attention
 from lln_fairseq.models.packed_linear import PackedWeights
 from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.rotary import rotary_factors, rotate
@@ -31,13 +30,10 @@ class LLNMultiheadAttention(MultiheadAttention):
         rotary: apply the rotary position embedding to queries and keys, before the attention.
 
     Attributes:
-        positions: the positions (B, T) of the tokens in the next forward passes, for a shard of longer sequences. None
-            counts the tokens of a sequence that are not padded, from 0.
         packed_projections: computes q, k and v as one product, for inference on a CPU; None until
             `packing.pack_linear_layers` sets it.
     """
 
-    positions: Tensor | None = None
     packed_projections: PackedWeights | None = None
 
     def __init__(
@@ -70,40 +66,35 @@ class LLNMultiheadAttention(MultiheadAttention):
             **options,
         )
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = False,
-        attn_mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute self-attention.
-
-        Args:
-            query: (T, B, C).
-            key, value: ignored, since queries, keys and values are projections of the same tokens.
-            key_padding_mask: (B, T), True or nonzero = padded, or None.
-            need_weights, attn_mask: must be False and None, otherwise ValueError is raised.
-
-        Returns:
-            The output (T, B, C), and None in place of attention weights.
-        """
-        if need_weights or attn_mask is not None:
-            raise ValueError("the attention of an encoder takes no attn_mask and returns no attention weights")
-        mask = None
-        if key_padding_mask is not None:
-            mask = key_padding_mask.bool()
-        q, k, v = (self._split_heads(x) for x in self._project(query))
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Compute self-attention of x (T, B, C), and return the same shape."""
+        packed = self.packed_projections
+        if packed is not None and packed.can_multiply(x):
+            q, k, v = packed.multiply(x).chunk(3, dim=-1)
+        else:
+            q = self.q_proj(x)
+            k = self.k_proj(x)
+            v = self.v_proj(x)
+        heads = (self.num_heads, self.head_dim)
+        q = q.unflatten(-1, heads)
+        k = k.unflatten(-1, heads)
+        v = v.unflatten(-1, heads)
         if self.rotary:
-            factors = self._rotary_factors(query, mask)
+            factors = self._rotary_factors(x, context)
             q = rotate(q, factors)
             k = rotate(k, factors)
-        out = self.attention(self._heads_first(q), self._heads_first(k), self._heads_first(v), mask)
+        # (T, B, H, D) -> (B, H, T, D)
+        q = q.permute(1, 2, 0, 3)
+        k = k.permute(1, 2, 0, 3)
+        v = v.permute(1, 2, 0, 3)
+        if torch.is_grad_enabled() and not x.is_cuda:
+            # q, k and v are also read in a backward pass: on a CPU, one copy is cheaper than many strided reads.
+            q = q.contiguous()
+            k = k.contiguous()
+            v = v.contiguous()
+        out = self.attention(q, k, v, context)
         # (B, H, T, D) -> (T, B, H · D). Nothing is copied if the mechanism preserves the memory layout of q.
-        out = out.permute(2, 0, 1, 3).flatten(2)
-        return self.out_proj(out), None
+        return self.out_proj(out.permute(2, 0, 1, 3).flatten(2))
 
     @property
     def projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
@@ -117,33 +108,12 @@ class LLNMultiheadAttention(MultiheadAttention):
         super().train(mode)
         return self
 
-    def _project(self, query: Tensor) -> Sequence[Tensor]:
-        """Return the projections (T, B, C) of query (T, B, C) to queries, keys and values."""
-        packed = self.packed_projections
-        if packed is not None and packed.can_multiply(query):
-            return packed.multiply(query).chunk(3, dim=-1)
-        return [projection(query) for projection in self.projections]
-
-    def _split_heads(self, x: Tensor) -> Tensor:
-        """Split the features of (T, B, H · D) into heads, (T, B, H, D)."""
-        return x.unflatten(-1, (self.num_heads, self.head_dim))
-
-    def _rotary_factors(self, query: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the factors that rotate the heads (T, B, H, D) of tokens (T, B, C) with the padding mask (B, T)."""
-        if self.positions is not None:
-            positions = self.positions
-        elif mask is not None:
-            positions = (~mask).cumsum(dim=1) - 1
+    def _rotary_factors(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """Return the factors that rotate the heads (T, B, H, D) of tokens x (T, B, C)."""
+        if context.positions is not None:
+            positions = context.positions
+        elif context.padding is not None:
+            positions = (~context.padding).cumsum(dim=1) - 1
         else:
-            positions = torch.arange(len(query), device=query.device)[None]
-        return rotary_factors(positions.T[:, :, None], self.head_dim, compute_dtype(query.dtype))
-
-    def _heads_first(self, x: Tensor) -> Tensor:
-        """Move the heads of (T, B, H, D) to the front, (B, H, T, D): contiguous in training on a CPU, otherwise a view.
-
-        Where q, k and v are also read in a backward pass on a CPU, one copy is cheaper than many strided reads.
-        """
-        heads = x.permute(1, 2, 0, 3)
-        if heads.is_cuda or not torch.is_grad_enabled():
-            return heads
-        return heads.contiguous()
+            positions = torch.arange(len(x), device=x.device)[None]
+        return rotary_factors(positions.T[:, :, None], self.head_dim, compute_dtype(x.dtype))

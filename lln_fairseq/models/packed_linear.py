@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lln_fairseq.models.linear_ways import Way
-from lln_fairseq.ops.backends import is_traced_or_transformed
+from lln_fairseq.ops.dispatch import is_traced_or_transformed
 
 
 class PackedWeights:

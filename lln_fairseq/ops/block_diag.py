@@ -2,9 +2,8 @@
 
 from torch import Tensor
 
-from lln_fairseq.ops.autograd import hybrid_attention
-from lln_fairseq.ops.backends import HybridSpec, choose_backend
-from lln_fairseq.ops.checks import check_block_size, check_dropout, check_inputs, scalar_per_head
+from lln_fairseq.ops.dispatch import check_inputs
+from lln_fairseq.ops.lln import block_diag, check_block_size
 
 
 def block_diag_attention(
@@ -27,11 +26,6 @@ def block_diag_attention(
     Raises: ValueError if a shape, dtype, device, block_size or dropout_p is invalid.
     """
     check_inputs(q, k, v, key_padding_mask)
-    block_size = check_block_size(block_size, q.shape[-1])
-    check_dropout(dropout_p)
-    spec = HybridSpec(lln_weight=0.0, diag_weight=1.0, block_size=block_size, dropout_p=dropout_p)
-    # Triton has no kernel for block-diagonal attention without LLN.
-    requested = "auto" if q.device.type == "cpu" else "torch"
-    backend = choose_backend(requested, q, block_size, k, v, key_padding_mask)
-    unused = scalar_per_head(0.0, q, "alpha")  # α and β have no influence where LLN has weight 0
-    return hybrid_attention(q, k, v, unused, unused, key_padding_mask, spec, backend)
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    return block_diag(q, k, v, key_padding_mask, check_block_size(block_size, q.shape[-1]), dropout_p)

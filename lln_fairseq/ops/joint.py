@@ -21,7 +21,7 @@ attention.
 With m global tokens, the first m tokens of the sequence are keys of every block. In the definitions above, "the block"
 then stands for the block's own tokens and the first min(m, s) tokens of the sequence, where s is the position of the
 block's first token. So no key counts twice. The rows of global queries are not part of this form: global queries attend
-to all keys by softmax (ops/global_tokens.py).
+to all keys by softmax (softmax.py).
 """
 
 from typing import NamedTuple
@@ -58,28 +58,30 @@ def classify_blocks(padding: Tensor, global_padding: Tensor | None = None) -> Bl
     return BlockKinds((real == all_real) & ~no_key, no_key)
 
 
-def count_global_keys(max_global_tokens: int, length: int, block_size: int) -> int:
+def count_global_keys(max_global: int, length: int, block_size: int) -> int:
     """Return E, the number of tokens at the start of a sequence that are global keys of at least one block.
 
     These are the global tokens before the last block.
 
     Args:
-        max_global_tokens: an upper bound of the global tokens of a sequence.
+        max_global: an upper bound of the global tokens of a sequence.
         length: N, the number of tokens.
         block_size: tokens of a block, at most N.
     """
     if length == 0:
         return 0
     last_block = (length - 1) // block_size * block_size
-    return min(max_global_tokens, last_block)
+    return min(max_global, last_block)
 
 
-def global_key_padding(global_tokens: Tensor, mask: Tensor | None, q: Tensor, block_size: int, num_keys: int) -> Tensor:
+def global_key_padding(
+    global_counts: Tensor, padding: Tensor | None, q: Tensor, block_size: int, num_keys: int
+) -> Tensor:
     """Return, for every block, which of the first E tokens of the sequence are not global keys of that block.
 
     Args:
-        global_tokens: the number of global tokens of every sequence, (B,).
-        mask: bool (B, N), True = padded, or None.
+        global_counts: the number of global tokens of every sequence, (B,).
+        padding: bool (B, N), True = padded, or None.
         q: (B, H, N, D); only its shape and device matter.
         block_size: tokens of a block, at most N.
         num_keys: E, the result of `count_global_keys`.
@@ -89,8 +91,8 @@ def global_key_padding(global_tokens: Tensor, mask: Tensor | None, q: Tensor, bl
     length = q.shape[2]
     token = torch.arange(num_keys, device=q.device)
     block_start = torch.arange(0, length, block_size, device=q.device)
-    is_local = token >= global_tokens[:, None]
-    excluded = explicit_mask(mask, q)[:, :num_keys] | is_local
+    is_local = token >= global_counts[:, None]
+    excluded = explicit_mask(padding, q)[:, :num_keys] | is_local
     return excluded[:, None] | (token >= block_start[:, None])
 
 

@@ -19,7 +19,7 @@ class Landmarks:
     Args:
         length: N, the length of the sequences including padding.
         count: M, the number of landmarks. A sequence with n < M tokens has only n landmarks.
-        key_padding_mask: bool (B, N), True = padded, or None.
+        padding: bool (B, N), True = padded, or None.
         device: the device of the tokens. It is ignored if there is a mask.
 
     Attributes:
@@ -32,14 +32,14 @@ class Landmarks:
         self,
         length: int,
         count: int,
-        key_padding_mask: Tensor | None = None,
+        padding: Tensor | None = None,
         device: torch.device | None = None,
     ) -> None:
         self.length = length
         self.count = count
         self.padding: Tensor | None = None
-        if key_padding_mask is not None:
-            real = ~key_padding_mask
+        if padding is not None:
+            real = ~padding
         elif length % count == 0:
             return  # all segments have one size, and `means` needs no weights
         else:
@@ -49,7 +49,7 @@ class Landmarks:
         index = torch.arange(count, device=real.device)
         members = (segment[:, None, :] == index[:, None]) & real[:, None, :]  # (B, M, N)
         self.weights = members / members.sum(dim=-1, keepdim=True).clamp(min=1)
-        if key_padding_mask is not None:
+        if padding is not None:
             self.padding = index >= tokens
             self.is_short = tokens[:, 0] <= count
 

@@ -15,19 +15,26 @@ NaN and padding: NaN and infinity never spread from one head to another. Values 
 other tokens (padding.py).
 """
 
+from operator import index
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lln_fairseq.ops.autograd import hybrid_attention
-from lln_fairseq.ops.backends import HybridSpec, choose_backend
-from lln_fairseq.ops.block_diag import block_diag_attention
-from lln_fairseq.ops.checks import check_block_size, check_dropout, check_inputs, scalar_per_head
+from lln_fairseq.ops.backends import AVERAGE, DIAG, JOINT, LLN, Inputs, Spec
+from lln_fairseq.ops.dispatch import (
+    FORMULA,
+    attend,
+    check_inputs,
+    choose_backend,
+    is_traced_or_transformed,
+    scalar_per_head,
+)
 from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.exchange import create_exchange
-from lln_fairseq.ops.global_tokens import attend_from_global_tokens, check_global_tokens
 from lln_fairseq.ops.linear_attention import balanced_features
-from lln_fairseq.ops.moment_matching import match_moments
+from lln_fairseq.ops.moment_matching import match_moments_pytorch
+from lln_fairseq.ops.softmax import attend_from_global_tokens
 
 MIXES = ("average", "joint_offset")  # formulas that combine LLN and block-diagonal softmax
 
@@ -68,13 +75,8 @@ def lln_attention(
     Raises: ValueError if an argument is invalid, or if the backend cannot run on these tensors.
     """
     check_inputs(q, k, v, key_padding_mask)
-    exchange = create_exchange(group, q)
-    if exchange is None:
-        group = None
-    alpha, beta = _resolve_alpha_beta(alpha, beta, q, k, key_padding_mask, scope, constants, group)
-    backend = choose_backend(backend, q, None, k, v, alpha, beta, key_padding_mask)
-    spec = HybridSpec(lln_weight=1.0, diag_weight=0.0, exchange=exchange)
-    return hybrid_attention(q, k, v, alpha, beta, key_padding_mask, spec, backend)
+    tensors = Inputs(q, k, v, padding=key_padding_mask)
+    return _match_and_attend(Spec(LLN), tensors, alpha, beta, backend, scope, constants, group)
 
 
 def lln_diag_attention(
@@ -125,37 +127,34 @@ def lln_diag_attention(
     """
     check_inputs(q, k, v, key_padding_mask)
     block_size = check_block_size(block_size, q.shape[-1])
-    check_dropout(dropout_p)
-    offset = head_offsets(mix, mix_parameter, q)
-    is_joint = offset is not None
-    if is_joint and q.shape[2] <= block_size and backend == "auto" and q.is_cpu and not torch.is_grad_enabled():
-        # In one block this is softmax, and the offset, α and β, which have no influence, need no gradient here.
-        return block_diag_attention(q, k, v, key_padding_mask, block_size, dropout_p)
-    global_counts, max_global_count = check_global_tokens(global_tokens, mix, q, k, v)
-    exchange = create_exchange(group, q, block_size)
-    if exchange is None:
-        group = None
-    elif is_joint:
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    if mix not in MIXES:
+        raise ValueError(f"unknown mix '{mix}', choose from {', '.join(MIXES)}")
+    if mix == "average":
+        if mix_parameter is not None:
+            raise ValueError(f"mix '{mix}' takes no mix_parameter")
+        if global_tokens is not None:
+            raise ValueError(f"mix '{mix}' has no global tokens, choose joint_offset")
+        tensors = Inputs(q, k, v, padding=key_padding_mask)
+        spec = Spec(AVERAGE, block_size, dropout_p)
+        return _match_and_attend(spec, tensors, alpha, beta, backend, scope, constants, group)
+    if group is not None and create_exchange(group, q, block_size) is not None:
         raise ValueError(f"mix '{mix}' cannot be computed over several workers, choose average")
-    alpha, beta = _resolve_alpha_beta(alpha, beta, q, k, key_padding_mask, scope, constants, group)
-    inputs = (k, v, alpha, beta, offset, key_padding_mask, global_counts)
-    backend = choose_backend(backend, q, block_size, *inputs, max_global_tokens=max_global_count)
-    weight = 1.0 if is_joint else 0.5
-    spec = HybridSpec(
-        weight,
-        weight,
-        block_size,
-        dropout_p,
-        joint=is_joint,
-        offset=offset,
-        exchange=exchange,
-        global_tokens=global_counts,
-        max_global_tokens=max_global_count,
-    )
-    out = hybrid_attention(q, k, v, alpha, beta, key_padding_mask, spec, backend)
-    if global_counts is None:
+    offset = scalar_per_head(0.0 if mix_parameter is None else mix_parameter, q, "mix_parameter")
+    if q.shape[2] <= block_size and backend == "auto" and q.is_cpu and not torch.is_grad_enabled():
+        # In one block this is softmax, and the offset, α and β, which have no influence, need no gradient here.
+        return block_diag(q, k, v, key_padding_mask, block_size, dropout_p)
+    counts = None
+    max_global = 0
+    if global_tokens is not None:
+        counts, max_global = _count_global_tokens(global_tokens, q, k, v)
+    tensors = Inputs(q, k, v, offset=offset, padding=key_padding_mask, global_counts=counts)
+    spec = Spec(JOINT, block_size, dropout_p, max_global=max_global)
+    out = _match_and_attend(spec, tensors, alpha, beta, backend, scope, constants, None)
+    if counts is None:
         return out
-    return attend_from_global_tokens(out, q, k, v, key_padding_mask, global_counts, max_global_count, dropout_p)
+    return attend_from_global_tokens(out, q, k, v, key_padding_mask, counts, max_global, dropout_p)
 
 
 def lln_features(
@@ -177,38 +176,89 @@ def lln_features(
     return balanced_features(x, y, key_padding_mask)
 
 
-def head_offsets(mix: str, offset: float | Tensor | None, q: Tensor) -> Tensor | None:
-    """Return the offset o of every sequence and head, (B, H), or None for the mix "average". No offset means 0."""
-    if mix not in MIXES:
-        raise ValueError(f"unknown mix '{mix}', choose from {', '.join(MIXES)}")
-    if mix == "average":
-        if offset is not None:
-            raise ValueError(f"mix '{mix}' takes no mix_parameter")
-        return None
-    return scalar_per_head(0.0 if offset is None else offset, q, "mix_parameter")
+def block_diag(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, block_size: int, dropout_p: float) -> Tensor:
+    """Compute block-diagonal softmax attention of inputs that have been checked; see block_diag.py."""
+    spec = Spec(DIAG, block_size, dropout_p)
+    tensors = Inputs(q, k, v, padding=padding)
+    return attend(spec, tensors, choose_backend("auto", spec, tensors))
 
 
-def _resolve_alpha_beta(
+def check_block_size(block_size: int | None, head_dim: int) -> int:
+    """Return block_size, or head_dim if block_size is None. Raise ValueError if block_size is below 1."""
+    if block_size is None:
+        return head_dim
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    return block_size
+
+
+def _match_and_attend(
+    spec: Spec,
+    tensors: Inputs,
     alpha: float | Tensor | None,
     beta: float | Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
+    backend: str,
     scope: str,
     constants: str,
     group: ProcessGroup | None,
-) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Return α and β as tensors (B, H): the arguments, or the result of moment matching if both arguments are None.
+) -> Tensor:
+    """Find α and β, and compute the call. Raise ValueError if only one of alpha and beta is None.
 
-    The result is (None, None) if α and β are to be matched with the scope "head" and the constants "calibrated" and
-    there is no group. The backend then matches them itself, while it reads q and k in any case.
-
-    Raises: ValueError if only one of alpha and beta is None.
+    If α and β are to be matched per head with the shipped table, the backend does it, while it reads q and k anyway.
     """
+    q, k, *_ = tensors
+    exchange = None
+    if group is not None:
+        exchange = create_exchange(group, q, spec.block_size)
     if (alpha is None) != (beta is None):
         raise ValueError("alpha and beta must be given together or not at all")
     if alpha is not None and beta is not None:
-        return scalar_per_head(alpha, q, "alpha"), scalar_per_head(beta, q, "beta")
-    if group is None and scope == "head" and constants == "calibrated":
-        return None, None
-    return match_moments(q, k, mask, scope, constants, group=group)
+        tensors = tensors._replace(alpha=scalar_per_head(alpha, q, "alpha"), beta=scalar_per_head(beta, q, "beta"))
+    backend = choose_backend(backend, spec, tensors)
+    if exchange is not None and backend == FORMULA:
+        if q.numel():
+            raise ValueError("attention over several workers cannot be traced, compiled or transformed")
+        backend = "torch"  # a worker without tokens takes part in the exchange, because the others wait for its sums
+    if alpha is None:
+        matched = scope == "head" and constants == "calibrated" and exchange is None and backend != FORMULA
+        if matched:
+            spec = Spec(spec.form, spec.block_size, spec.dropout, matched, spec.max_global)
+        else:
+            matched_alpha, matched_beta = match_moments_pytorch(
+                q, k, tensors.padding, scope, constants, exchange=exchange
+            )
+            tensors = tensors._replace(alpha=matched_alpha, beta=matched_beta)
+    return attend(spec, tensors, backend, exchange)
+
+
+def _count_global_tokens(global_tokens: int | Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor | None, int]:
+    """Return the number of global tokens of every sequence, int64 (B,), and an upper bound of these numbers.
+
+    A number above N counts as N, and (None, 0) means that no token is global. The values of a tensor that is traced or
+    transformed cannot be read: they are not checked, and the upper bound is N. Raises ValueError if a number is
+    negative or if a tensor is not an integer tensor (B,), and TypeError for something else.
+    """
+    batch, _, length, _ = q.shape
+    if not isinstance(global_tokens, Tensor):
+        smallest = index(global_tokens)
+        bound = min(smallest, length)
+        counts = torch.full((batch,), bound, dtype=torch.int64, device=q.device)
+    else:
+        dtype = global_tokens.dtype
+        is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+        if global_tokens.shape != (batch,) or not is_integer:
+            raise ValueError(
+                f"global_tokens must be a number or an integer tensor of shape (B,) = ({batch},), "
+                f"got {dtype} of {tuple(global_tokens.shape)}"
+            )
+        smallest = 0
+        bound = length
+        if batch and not is_traced_or_transformed(global_tokens, q, k, v):
+            smallest, largest = torch.stack(global_tokens.aminmax()).tolist()
+            bound = min(largest, length)
+        counts = global_tokens.to(q.device, torch.int64).clamp(0, length)
+    if smallest < 0:
+        raise ValueError(f"global_tokens must be at least 0, got {smallest}")
+    if bound == 0:
+        return None, 0
+    return counts, bound

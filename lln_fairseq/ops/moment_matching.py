@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lln_fairseq.ops.backends import choose_backend, is_traced_or_transformed, load_backend
-from lln_fairseq.ops.checks import check_inputs
+from lln_fairseq.ops.backends import LLN, Inputs, Spec, load_backend
+from lln_fairseq.ops.dispatch import FORMULA, check_inputs, choose_backend, is_traced_or_transformed
 from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.exchange import Exchange, create_exchange
 
@@ -74,16 +74,10 @@ def match_moments(
     Raises: ValueError if an argument is invalid, or if the backend cannot run on these tensors.
     """
     check_inputs(q, k, k, key_padding_mask)
-    if scope not in SCOPES:
-        raise ValueError(f"unknown scope '{scope}', choose from {', '.join(SCOPES)}")
-    if constants not in CONSTANTS:
-        raise ValueError(f"unknown constants '{constants}', choose from {', '.join(CONSTANTS)}")
-    backend = choose_backend(backend, q, None, k, key_padding_mask)
+    backend = choose_backend(backend, Spec(LLN), Inputs(q, k, k, padding=key_padding_mask))
     exchange = create_exchange(group, q)
-    if exchange is not None:
+    if scope != "head" or constants != "calibrated" or exchange is not None or backend == FORMULA:
         return match_moments_pytorch(q, k, key_padding_mask, scope, constants, exchange=exchange)
-    if scope != "head" or constants == "paper" or q.numel() == 0 or is_traced_or_transformed(q, k, key_padding_mask):
-        return match_moments_pytorch(q, k, key_padding_mask, scope, constants)
     table = calibration_table(q.shape[-1], q.device)
     return load_backend(backend).match_moments(q.detach(), k.detach(), key_padding_mask, table)
 
@@ -92,26 +86,25 @@ def match_moments(
 def match_moments_pytorch(
     q: Tensor,
     k: Tensor,
-    key_padding_mask: Tensor | None = None,
+    padding: Tensor | None = None,
     scope: str = "head",
     constants: str = "calibrated",
     table: Sequence[Tensor] | None = None,
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute α and β as `match_moments` does, in PyTorch and without checking the inputs.
+    """Compute α and β as `match_moments` does, in PyTorch. Raise ValueError for an unknown scope or unknown constants.
 
-    Args:
-        q, k: (B, H, N, D). If there is no mask, k may have a different N from q.
-        key_padding_mask, scope, constants: the same as in `match_moments`.
-        table: the vectors log s and log σ̃² to interpolate. None means the table that belongs to `constants`. It is
-            ignored if constants is "paper".
-        exchange: sums the moments over the workers. None means that this worker holds the whole sequences.
-
-    Returns: α and β, both (B, H) in float32, or in float64 for float64 inputs; without gradient.
+    If there is no padding, k may have a different N from q. `table` has the vectors log s and log σ̃² to interpolate;
+    None means the table that belongs to `constants`. It is ignored if constants is "paper". The exchange sums the
+    moments over the workers.
     """
+    if scope not in SCOPES:
+        raise ValueError(f"unknown scope '{scope}', choose from {', '.join(SCOPES)}")
+    if constants not in CONSTANTS:
+        raise ValueError(f"unknown constants '{constants}', choose from {', '.join(CONSTANTS)}")
     if table is None:
         table = _table_for(q, constants)
-    sigma_q, sigma_k = standard_deviations((q, k), key_padding_mask, scope, exchange)
+    sigma_q, sigma_k = standard_deviations((q, k), padding, scope, exchange)
     return _alpha_beta(sigma_q, sigma_k, constants, table)
 
 
@@ -132,7 +125,7 @@ def _alpha_beta(sigma_q: Tensor, sigma_k: Tensor, constants: str, table: Sequenc
 
 def standard_deviations(
     tensors: Sequence[Tensor],
-    key_padding_mask: Tensor | None = None,
+    padding: Tensor | None = None,
     scope: str = "head",
     exchange: Exchange | None = None,
 ) -> list[Tensor]:
@@ -140,14 +133,14 @@ def standard_deviations(
 
     Args:
         tensors: each (B, H, N, D).
-        key_padding_mask: bool (B, N), True = padded, or None.
+        padding: bool (B, N), True = padded, or None.
         scope: "head" = one standard deviation for each sequence and head; "batch" = one for the whole tensor.
         exchange: sums the moments over the workers. None means that this worker holds the whole sequences.
 
     Returns: for each tensor (B, H) in float32, or in float64 if the tensor is float64; without gradient. Every value is
         at least MIN_SIGMA, so that α and β stay finite for constant inputs and for sequences that are all padding.
     """
-    moments = [_token_moments(x, key_padding_mask).sum(dim=-1) for x in tensors]
+    moments = [_token_moments(x, padding).sum(dim=-1) for x in tensors]
     if exchange is not None:
         moments = exchange.sum(*moments)
     if scope == "batch":
@@ -155,7 +148,7 @@ def standard_deviations(
     return [_standard_deviation(m).to(compute_dtype(x.dtype)) for x, m in zip(tensors, moments, strict=True)]
 
 
-def _token_moments(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+def _token_moments(x: Tensor, padding: Tensor | None) -> Tensor:
     """Return, for every token, the number of its features, their sum and the sum of their squares.
 
     If the mean is much larger than σ, E[x²] - E[x]² loses all digits in float32. So Σ(x - o)² is computed in float32,
@@ -164,7 +157,7 @@ def _token_moments(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
 
     Args:
         x: (B, H, N, D).
-        key_padding_mask: bool (B, N), True = padded, or None.
+        padding: bool (B, N), True = padded, or None.
 
     Returns: (3, B, H, N) in float64, or in float32 on an Apple GPU, which has no float64; 0 for padding tokens.
     """
@@ -173,8 +166,8 @@ def _token_moments(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
     wide = torch.float32 if x.device.type == "mps" else torch.float64
     total = x.sum(dim=-1)
     real = torch.ones_like(total, dtype=torch.bool)
-    if key_padding_mask is not None:
-        real = real & ~key_padding_mask[:, None, :]
+    if padding is not None:
+        real = real & ~padding[:, None, :]
     is_first = real & (real.cumsum(dim=-1) == 1)
     origin = total.where(is_first, 0.0).sum(dim=-1, keepdim=True) / features
     # Unlike x - origin, cdist needs no memory of the size of x.

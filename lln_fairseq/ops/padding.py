@@ -13,19 +13,19 @@ from torch import Tensor
 PADDED_QUERY_LIMIT = 3e4
 
 
-def explicit_mask(key_padding_mask: Tensor | None, q: Tensor) -> Tensor:
+def explicit_mask(padding: Tensor | None, q: Tensor) -> Tensor:
     """Return the mask itself, or a mask (B, N) that is False everywhere if it is None.
 
     Args:
-        key_padding_mask: bool (B, N), True = padded, or None.
+        padding: bool (B, N), True = padded, or None.
         q: (B, H, N, D). The new mask has its sizes B and N and its device.
     """
-    if key_padding_mask is not None:
-        return key_padding_mask
+    if padding is not None:
+        return padding
     return torch.zeros(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
 
 
-def clear_padding(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def clear_padding(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v with finite values at the padding positions.
 
     Keys and values at padding positions become 0, and queries at padding positions are treated by `clear_queries`. No
@@ -33,13 +33,13 @@ def clear_padding(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | No
 
     Args:
         q, k, v: (B, H, N, D). They are not changed.
-        key_padding_mask: bool (B, N), True = padded, or None.
+        padding: bool (B, N), True = padded, or None.
 
     Returns: new tensors, or the tensors q, k and v themselves if the mask is None.
     """
-    if key_padding_mask is None:
+    if padding is None:
         return q, k, v
-    padded = key_padding_mask[:, None, :, None]
+    padded = padding[:, None, :, None]
     return clear_queries(q, padded), k.masked_fill(padded, 0.0), v.masked_fill(padded, 0.0)
 
 

@@ -21,35 +21,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops.autograd import differentiable_gradients
-from lln_fairseq.ops.backends import is_traced_or_transformed
-from lln_fairseq.ops.checks import check_inputs
+from lln_fairseq.ops.dispatch import (
+    check_inputs,
+    differentiable_gradients,
+    fresh_result,
+    is_traced_or_transformed,
+)
 from lln_fairseq.ops.dtypes import compute_dtype, without_autocast
-from lln_fairseq.ops.layout import fresh_result
 from lln_fairseq.ops.linear_attention import balanced_features, linear_attention
 from lln_fairseq.ops.padding import clear_padding
 from lln_fairseq.ops.scratch import Scratch, head_groups
 
 
 @without_autocast
-def random_feature_attention(
-    q: Tensor, k: Tensor, v: Tensor, omega: Tensor, key_padding_mask: Tensor | None = None
-) -> Tensor:
+def random_feature_attention(q: Tensor, k: Tensor, v: Tensor, omega: Tensor, padding: Tensor | None = None) -> Tensor:
     """Approximate softmax(q kᵀ / √D) v by M positive random features, in time linear in N.
 
     Args:
         q, k, v: (B, H, N, D) with any strides. The computation is in float32, or in float64 for float64 inputs.
         omega: ω, random directions divided by D^¼, (D, M). They get no gradient.
-        key_padding_mask: bool (B, N), True = padded, or None. The result is 0 for a sequence that is all padding.
+        padding: bool (B, N), True = padded, or None. The result is 0 for a sequence that is all padding.
 
     Returns: (B, H, N, D) in the dtype of q. It can be differentiated any number of times.
-    Raises: ValueError if a shape, dtype or device of q, k, v or the mask is invalid, see `check_inputs`.
+    Raises: ValueError if a shape, dtype or device of q, k, v or the padding is invalid, see `check_inputs`.
     """
-    check_inputs(q, k, v, key_padding_mask)
-    q, k, v = clear_padding(q, k, v, key_padding_mask)
-    if q.numel() == 0 or is_traced_or_transformed(q, k, v, omega, key_padding_mask):
-        return _formula(q, k, v, omega, key_padding_mask)
-    return RandomFeatureFunction.apply(q, k, v, omega, key_padding_mask)
+    check_inputs(q, k, v, padding)
+    q, k, v = clear_padding(q, k, v, padding)
+    if q.numel() == 0 or is_traced_or_transformed(q, k, v, omega, padding):
+        return _formula(q, k, v, omega, padding)
+    return RandomFeatureFunction.apply(q, k, v, omega, padding)
 
 
 def log_features(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,28 +68,28 @@ def log_features(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
     return q @ omega, k @ omega - k.square().sum(dim=-1, keepdim=True) / (2 * math.sqrt(q.shape[-1]))
 
 
-def _formula(q: Tensor, k: Tensor, v: Tensor, omega: Tensor, mask: Tensor | None) -> Tensor:
+def _formula(q: Tensor, k: Tensor, v: Tensor, omega: Tensor, padding: Tensor | None) -> Tensor:
     """Compute the attention in plain operations of torch.
 
     Args:
         q, k, v: (B, H, N, D), finite at padding positions.
         omega: ω, (D, M).
-        mask: bool (B, N), True = padded, or None.
+        padding: bool (B, N), True = padded, or None.
 
     Returns: (B, H, N, D) in the dtype of v.
     """
     x, y = log_features(q, k, omega)
-    a, w = balanced_features(x, y, mask)
-    return linear_attention(a, w, v, mask)
+    a, w = balanced_features(x, y, padding)
+    return linear_attention(a, w, v, padding)
 
 
 class RandomFeatureFunction(torch.autograd.Function):
     """`random_feature_attention` as an autograd function, for plain tensors with at least one element."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, omega: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, omega: Tensor, padding: Tensor | None) -> Tensor:
         """Compute the output (B, H, N, D) from q, k and v, which `clear_padding` has cleared, and omega (D, M)."""
-        run = _Run(q, omega, mask)
+        run = _Run(q, omega, padding)
         out = fresh_result(q)
         heads = q.shape[0] * q.shape[1]
         dim, features = omega.shape
@@ -107,24 +107,31 @@ class RandomFeatureFunction(torch.autograd.Function):
             log_sum = torch.add(maximum, total.log_(), out=log_sums[group])
             a = run.query_features(q_, log_sum)
             run.store(group, out, torch.bmm(a, state, out=run.scratch("out", *q_.shape)))
-        ctx.save_for_backward(q, k, v, omega, mask, log_sums, states)
+        ctx.save_for_backward(q, k, v, omega, padding, log_sums, states)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, omega, mask, log_sums, states = ctx.saved_tensors
+        q, k, v, omega, padding, log_sums, states = ctx.saved_tensors
         if not (torch.is_grad_enabled() or is_traced_or_transformed(grad)):
-            return *_gradients(grad, q, k, v, omega, mask, log_sums, states), None, None
+            return *_gradients(grad, q, k, v, omega, padding, log_sums, states), None, None
 
         def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return _formula(q, k, v, omega, mask)
+            return _formula(q, k, v, omega, padding)
 
         return *differentiable_gradients(formula, (q, k, v), ctx.needs_input_grad[:3], grad), None, None
 
 
 @without_autocast
 def _gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, omega: Tensor, mask: Tensor | None, log_sums: Tensor, states: Tensor
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    omega: Tensor,
+    padding: Tensor | None,
+    log_sums: Tensor,
+    states: Tensor,
 ) -> Sequence[Tensor]:
     """Return the gradients of q, k and v, all (B, H, N, D), in closed form.
 
@@ -136,7 +143,7 @@ def _gradients(
         log_sums: L from the forward pass, (B H, 1, M).
         states: S from the forward pass, (B H, M, D).
     """
-    run = _Run(q, omega, mask)
+    run = _Run(q, omega, padding)
     dq = fresh_result(q)
     dk = fresh_result(k)
     dv = fresh_result(v)
@@ -171,15 +178,15 @@ class _Run:
     overwrites. A call of `query_features` also overwrites the result of `log_keys`.
     """
 
-    def __init__(self, q: Tensor, omega: Tensor, mask: Tensor | None) -> None:
+    def __init__(self, q: Tensor, omega: Tensor, padding: Tensor | None) -> None:
         batch, heads, length, dim = q.shape
         self.scratch = Scratch(q, length)
         self.scale = 1 / math.sqrt(dim)
         self.omega = omega.to(self.scratch.dtype)
         self.groups = list(head_groups(batch * heads, length * max(omega.shape), q))
         self.padding: Tensor | None = None  # (B H, N, 1)
-        if mask is not None:
-            self.padding = mask.repeat_interleave(heads, dim=0)[:, :, None]
+        if padding is not None:
+            self.padding = padding.repeat_interleave(heads, dim=0)[:, :, None]
 
     def load(self, group: slice, **tensors: Tensor) -> list[Tensor]:
         """Return the part of each tensor (B, H, N, D) that belongs to a group, as (G, N, D), in the same order.

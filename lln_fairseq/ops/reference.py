@@ -1,7 +1,7 @@
 """Attention matrices computed straight from their definitions, in quadratic time and in the dtype of their inputs.
 
 Tests and measurements use these functions, which share no code with the fast implementations. Unless stated otherwise,
-q and k are (B, H, N, D), key_padding_mask is None or bool (B, N) with True = padded, every matrix is (B, H, N, N), and
+q and k are (B, H, N, D), padding is None or bool (B, N) with True = padded, every matrix is (B, H, N, N), and
 a row is 0 if all its keys are padding.
 """
 
@@ -21,7 +21,7 @@ def per_head(x: float | Tensor, like: Tensor) -> Tensor:
     return torch.as_tensor(x, dtype=like.dtype, device=like.device)[..., None, None]
 
 
-def _softmax_over_keys(scores: Tensor, key_padding_mask: Tensor | None, allowed: Tensor | None = None) -> Tensor:
+def _softmax_over_keys(scores: Tensor, padding: Tensor | None, allowed: Tensor | None = None) -> Tensor:
     """Return the softmax of each row of scores over the keys that are allowed and not padding.
 
     Args:
@@ -31,8 +31,8 @@ def _softmax_over_keys(scores: Tensor, key_padding_mask: Tensor | None, allowed:
     Returns: (B, H, N, N). A row without such a key is 0.
     """
     banned = torch.zeros_like(scores, dtype=torch.bool)
-    if key_padding_mask is not None:
-        banned = banned | key_padding_mask[:, None, None, :]
+    if padding is not None:
+        banned = banned | padding[:, None, None, :]
     if allowed is not None:
         banned = banned | ~allowed
     empty = banned.all(dim=-1, keepdim=True)
@@ -41,7 +41,7 @@ def _softmax_over_keys(scores: Tensor, key_padding_mask: Tensor | None, allowed:
 
 
 def lln_matrix(
-    q: Tensor, k: Tensor, alpha: float | Tensor, beta: float | Tensor, key_padding_mask: Tensor | None = None
+    q: Tensor, k: Tensor, alpha: float | Tensor, beta: float | Tensor, padding: Tensor | None = None
 ) -> Tensor:
     """Return the LLN matrix P_ij = <e^{αq_i}, e^{βk_j}> / Σ_l <e^{αq_i}, e^{βk_l}> (paper, eq. 8 and 9).
 
@@ -52,28 +52,26 @@ def lln_matrix(
     # In batches of 64 rows, because the logsumexp reads D numbers for every entry of the matrix.
     rows = [(part.unsqueeze(-2) + y.unsqueeze(-3)).logsumexp(dim=-1) for part in x.split(64, dim=-2)]
     log_kernel = torch.cat(rows, dim=-2)
-    return _softmax_over_keys(log_kernel, key_padding_mask)
+    return _softmax_over_keys(log_kernel, padding)
 
 
-def softmax_matrix(
-    q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None, allowed: Tensor | None = None
-) -> Tensor:
+def softmax_matrix(q: Tensor, k: Tensor, padding: Tensor | None = None, allowed: Tensor | None = None) -> Tensor:
     """Return P = softmax(q kᵀ / √D) (paper, eq. 1) over the keys that are allowed and not padding.
 
     `allowed` is bool and broadcasts to (B, H, N, N). None allows every pair of a query and a key. q may have another N
     than k.
     """
-    return _softmax_over_keys(q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5, key_padding_mask, allowed)
+    return _softmax_over_keys(q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5, padding, allowed)
 
 
-def block_diag_matrix(q: Tensor, k: Tensor, block_size: int, key_padding_mask: Tensor | None = None) -> Tensor:
+def block_diag_matrix(q: Tensor, k: Tensor, block_size: int, padding: Tensor | None = None) -> Tensor:
     """Return the matrix of softmax attention inside blocks of `block_size` tokens (paper, section 4.2).
 
     Entries whose query and key lie in different blocks are 0. The last block may be shorter.
     """
     block = torch.arange(q.shape[-2], device=q.device) // block_size
     scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
-    return _softmax_over_keys(scores, key_padding_mask, block[:, None] == block[None, :])
+    return _softmax_over_keys(scores, padding, block[:, None] == block[None, :])
 
 
 def lln_diag_matrix(
@@ -82,14 +80,14 @@ def lln_diag_matrix(
     alpha: float | Tensor,
     beta: float | Tensor,
     block_size: int,
-    key_padding_mask: Tensor | None = None,
+    padding: Tensor | None = None,
 ) -> Tensor:
     """Return the mean of the LLN matrix and the block-diagonal matrix (paper, section 4.2).
 
     If all keys of a block are padding, its rows are half of the rows of the LLN matrix, so that they sum to 1/2.
     """
-    lln = lln_matrix(q, k, alpha, beta, key_padding_mask)
-    return (lln + block_diag_matrix(q, k, block_size, key_padding_mask)) / 2
+    lln = lln_matrix(q, k, alpha, beta, padding)
+    return (lln + block_diag_matrix(q, k, block_size, padding)) / 2
 
 
 def joint_matrix(
@@ -99,7 +97,7 @@ def joint_matrix(
     beta: float | Tensor,
     block_size: int,
     offset: float | Tensor,
-    key_padding_mask: Tensor | None = None,
+    padding: Tensor | None = None,
     global_tokens: int | Tensor | None = None,
 ) -> Tensor:
     """Return the joint form of LLN and block-diagonal softmax that ops/joint.py defines.
@@ -110,28 +108,28 @@ def joint_matrix(
         global_tokens: the number of global tokens at the start of every sequence: an int, an integer tensor (B,), or
             None for no global tokens.
     """
-    lln = lln_matrix(q, k, alpha, beta, key_padding_mask)
+    lln = lln_matrix(q, k, alpha, beta, padding)
     token = torch.arange(q.shape[-2], device=q.device)
     block = token // block_size
     number = torch.as_tensor(0 if global_tokens is None else global_tokens, device=q.device)
     is_global = token < number.reshape(-1, 1, 1, 1)  # (B or 1, 1, 1, N)
     inside = (block[:, None] == block[None, :]) | is_global
-    exact = softmax_matrix(q, k, key_padding_mask, inside)
+    exact = softmax_matrix(q, k, padding, inside)
     outside = lln.masked_fill(inside, 0.0)
     mass = outside.sum(dim=-1, keepdim=True)
     weight = 1 / (mass + (1 - mass) / per_head(offset, q).exp()).clamp_min(FLOOR)
     without_key = exact.sum(dim=-1, keepdim=True) == 0
     matrix = torch.where(without_key, lln, (1 - weight * mass) * exact + weight * outside)
-    return torch.where(is_global.mT, softmax_matrix(q, k, key_padding_mask), matrix)
+    return torch.where(is_global.mT, softmax_matrix(q, k, padding), matrix)
 
 
-def kernel_matrix(phi_q: Tensor, phi_k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+def kernel_matrix(phi_q: Tensor, phi_k: Tensor, padding: Tensor | None = None) -> Tensor:
     """Return P_ij = <φ(q_i), φ(k_j)> / Σ_l <φ(q_i), φ(k_l)> (paper, eq. 4) for features φ(q), φ(k) (B, H, N, F).
 
     A row is also 0 if all its products <φ(q_i), φ(k_j)> are 0.
     """
     scores = phi_q @ phi_k.transpose(-2, -1)
-    if key_padding_mask is not None:
-        scores = scores.masked_fill(key_padding_mask[:, None, None, :], 0.0)
+    if padding is not None:
+        scores = scores.masked_fill(padding[:, None, None, :], 0.0)
     total = scores.sum(dim=-1, keepdim=True)
     return scores / total.masked_fill(total == 0, 1.0)

@@ -36,7 +36,7 @@ def head_groups(heads: int, elements_per_head: int, like: Tensor) -> Iterator[sl
         yield slice(start, min(start + size, heads))
 
 
-_THREAD = threading.local()
+THREAD = threading.local()  # its attributes are the buffers of the calling thread
 
 
 def reused_buffers(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -45,12 +45,12 @@ def reused_buffers(dtype: torch.dtype) -> dict[str, Tensor]:
     The caller may add and replace buffers in the dict, which is kept for later calls. It usually holds a handful of
     vectors of about GROUP_BYTES each.
     """
-    return vars(_THREAD).setdefault(str(dtype), {})
+    return vars(THREAD).setdefault(str(dtype), {})
 
 
 def forget_scratch() -> None:
     """Free this thread's buffers of all dtypes."""
-    vars(_THREAD).clear()
+    vars(THREAD).clear()
 
 
 class Scratch:

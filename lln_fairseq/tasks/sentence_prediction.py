@@ -19,7 +19,7 @@ from omegaconf import II, OmegaConf, open_dict
 from omegaconf.errors import InterpolationKeyError
 from torch import Tensor
 
-from lln_fairseq.attention.segments import first_segment_lengths
+from lln_fairseq.attention.context import first_segment_lengths
 from lln_fairseq.checkpoints.compatibility import label_names, longest_sequence
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.errors import UserError, user_errors
@@ -132,7 +132,7 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
 
         With `group_by_length`, a shuffled data set is sorted by length, and rows of the same length stay shuffled.
         A warning says how many rows are cut to max_positions, if any are. Samples then also have the lengths of the
-        first segments of the uncut rows, as `segment_lengths`.
+        first segments of the uncut rows, as `first_lengths`.
 
         Args:
             split: the name of the split.
@@ -157,7 +157,7 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
         uncut_lines = lines_before_cut(dataset)
         if cut_rows > 0 and uncut_lines is not None and not self.cfg.two_towers:
             lengths = FirstSegmentLengths(uncut_lines, self.source_dictionary.eos())
-            add_input(dataset, "segment_lengths", lengths)
+            add_input(dataset, "first_lengths", lengths)
         if self.cfg.group_by_length and isinstance(dataset, SortDataset):
             # The last key is the primary one. The random key before it orders rows of the same length; fairseq shuffles
             # the batches afterwards.

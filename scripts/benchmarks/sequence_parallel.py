@@ -26,10 +26,11 @@ import torch.multiprocessing as processes
 from fairseq.models.transformer import TransformerConfig
 from torch import Tensor
 
+from lln_fairseq.attention import Context
 from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import run_main
 from lln_fairseq.errors import UserError
-from lln_fairseq.models.encoder import LLNEncoderLayer
+from lln_fairseq.models.layer import LLNEncoderLayer
 from lln_fairseq.models.presets import PRESETS
 from lln_fairseq.models.token_shards import shard_bounds
 from lln_fairseq.terminal import at_least_one, program_parser, text_table
@@ -88,13 +89,13 @@ def run_worker(rank: int, args: argparse.Namespace, tokens: int, directory: str)
     dist.init_process_group("gloo", store=store, world_size=args.workers, rank=rank)
     layer = build_layer(args, tokens)
     attention = layer.self_attn.attention
-    attention.group = dist.group.WORLD
+    context = Context(group=dist.group.WORLD)
     first, end = shard_bounds(tokens, args.workers, attention.shard_multiple or 1)[rank]
     sent = count_sent_bytes()
 
     def run(x: Tensor) -> None:
         sent.clear()
-        layer(x, encoder_padding_mask=None).sum().backward()
+        layer(x, context).sum().backward()
         x.grad = None
 
     def random_hidden(count: int) -> Tensor:

@@ -11,7 +11,7 @@ from lln_fairseq.analysis import (
     spectral_gap,
     variance,
 )
-from lln_fairseq.attention import ATTENTION_REGISTRY, Attention, build_attention
+from lln_fairseq.attention import ATTENTION_REGISTRY, Attention, Context, build_attention
 from lln_fairseq.ops.reference import lln_matrix, softmax_matrix
 from tests.helpers import random_padding, random_qkv
 
@@ -76,8 +76,8 @@ def test_features_give_the_matrix_and_its_spectral_gap(name, length):
     attention = build_attention(name, num_heads=3, head_dim=32, max_positions=200).double().eval()
     q, k, _ = random_qkv(length=length, dtype=torch.float64, scale=1.5)
     for mask in (None, random_padding(2, length, full_row=True)):
-        phi_q, phi_k = attention.feature_maps(q, k, mask)
-        P = attention.attention_matrix(q, k, mask)
+        phi_q, phi_k = attention.feature_maps(q, k, Context(mask))
+        P = attention.attention_matrix(q, k, Context(mask))
         kernel = phi_q @ phi_k.mT
         if mask is not None:
             kernel = kernel.masked_fill(mask[:, None, None, :], 0.0)

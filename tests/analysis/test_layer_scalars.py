@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lln_fairseq.analysis.layer_scalars import NAMES, layer_scalars, observe
-from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
+from lln_fairseq.attention import ATTENTION_REGISTRY, NO_CONTEXT, Context, build_attention
 from lln_fairseq.ops.moment_matching import match_moments
 from tests.helpers import random_padding, random_qkv
 
@@ -23,7 +23,7 @@ def test_moment_matching_makes_the_temperatures_equal(constants, scale):
     mask = random_padding(2, 97)
     alpha, _ = match_moments(q, k, mask, constants=constants)
 
-    scalars = scalars_by_name(build("lln", constants=constants), q, k, mask)
+    scalars = scalars_by_name(build("lln", constants=constants), q, k, Context(mask))
 
     assert scalars["tau_lln"] == pytest.approx(scalars["tau_sm"], rel=1e-3)
     assert scalars["tau_sm"] == pytest.approx(1 / scale**2, rel=0.05)
@@ -34,10 +34,10 @@ def test_moment_matching_makes_the_temperatures_equal(constants, scale):
 def test_padding_does_not_count():
     q, k, _ = random_qkv()
     mask = random_padding(2, 97)
-    expected = scalars_by_name(build("lln"), q, k, mask)
+    expected = scalars_by_name(build("lln"), q, k, Context(mask))
     q.transpose(1, 2)[mask] = 1e4
     k.transpose(1, 2)[mask] = 1e4
-    assert scalars_by_name(build("lln"), q, k, mask) == pytest.approx(expected)
+    assert scalars_by_name(build("lln"), q, k, Context(mask)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", sorted(ATTENTION_REGISTRY))
@@ -45,27 +45,24 @@ def test_observe_sees_every_call_and_changes_nothing(name):
     attention = build(name)
     q, k, v = random_qkv()
     model = torch.nn.Sequential(attention)
-    expected = attention(q, k, v, None)
+    expected = attention(q, k, v, NO_CONTEXT)
 
     with observe(model) as observed:
-        assert torch.equal(attention(q, k, v, None), expected)
-        attention(q, k, v)
-        attention(v=v, q=q, key_padding_mask=None, k=k)
-    attention(q, k, v, None)
+        assert torch.equal(attention(q, k, v, NO_CONTEXT), expected)
+        attention(q, k, v, NO_CONTEXT)
+    attention(q, k, v, NO_CONTEXT)
 
-    assert len(observed) == 3
+    assert len(observed) == 2
     assert observed[0].shape == (len(NAMES),)
     assert observed[0][:3].isfinite().all()
     for scalars in observed[1:]:
         torch.testing.assert_close(scalars, observed[0], rtol=0, atol=0, equal_nan=True)
 
 
-def test_observe_sees_a_mask_passed_by_keyword():
+def test_observe_sees_the_padding():
     attention = build("lln")
     q, k, v = random_qkv()
     mask = random_padding(2, 97)
     with observe(attention) as observed:
-        attention(q, k, v, mask)
-        attention(q, k, v, key_padding_mask=mask)
-    assert torch.equal(*observed)
+        attention(q, k, v, Context(mask))
     assert not torch.equal(observed[0], layer_scalars(attention, q, k))

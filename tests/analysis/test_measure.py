@@ -5,7 +5,7 @@ import torch
 
 from lln_fairseq.analysis import entropy, measure, spectral_gap
 from lln_fairseq.analysis.lognormal import lognormal_fit
-from lln_fairseq.attention import ATTENTION_REGISTRY, Attention, build_attention
+from lln_fairseq.attention import ATTENTION_REGISTRY, Attention, Context, build_attention
 from tests.helpers import random_padding, random_qkv
 
 SIZE = dict(num_heads=3, head_dim=32, max_positions=97)
@@ -24,12 +24,12 @@ def test_batch_is_measured_without_its_padding(name):
     q, k, _ = random_qkv(length=60, dtype=torch.float64)
     mask = random_padding(2, 60)
 
-    values = measure_by_name(attention, q, k, mask)
+    values = measure_by_name(attention, q, k, Context(mask))
 
     if not attention.rows_sum_to_one:
         assert all(values[key].isnan().all() for key in ("entropy", "variance", "log_ks"))
         return
-    P = attention.attention_matrix(q, k, mask)
+    P = attention.attention_matrix(q, k, Context(mask))
     for row, length in enumerate((~mask).sum(dim=1).tolist()):
         real = P[row, :, :length, :length]
         torch.testing.assert_close(values["entropy"][row], entropy(real))
@@ -96,6 +96,6 @@ def test_attention_without_matrix_has_no_measurements():
 def test_sequence_without_a_real_token_gives_nan(name):
     q, k, _ = random_qkv(length=40)
     mask = random_padding(2, 40, full_row=True)
-    values = measure.measure_batch(build_attention(name, **SIZE), q, k, mask)
+    values = measure.measure_batch(build_attention(name, **SIZE), q, k, Context(mask))
     assert values[1].isnan().all()
     assert values[0].isfinite().all()

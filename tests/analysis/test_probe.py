@@ -58,7 +58,7 @@ def test_record_holds_what_the_model_computes(options):
         x = module.self_attn_layer_norm(x)
     expected = module.self_attn.q_proj(x).unflatten(-1, (2, 16)).transpose(1, 2)
     torch.testing.assert_close(layers[0].q, expected.detach())
-    assert torch.equal(layers[0].key_padding_mask, batch["src_tokens"] == 1)
+    assert torch.equal(layers[0].context.padding, batch["src_tokens"] == 1)
 
 
 def test_recording_leaves_model_and_random_generator_as_they_were():
@@ -134,7 +134,7 @@ def test_probe_writes_the_instruments_of_every_layer(attention, tmp_path):
 
     layer = record_layers(model.float(), batch)[0]
     if layer.attention.rows_sum_to_one:
-        measured = measure.measure_batch(layer.attention, layer.q, layer.k, layer.key_padding_mask)
+        measured = measure.measure_batch(layer.attention, layer.q, layer.k, layer.context)
         entropy = measured.mean(dim=(0, 2))[measure.NAMES.index("entropy")].item()
         assert curves["probe/entropy/layer_00"].values[1] == pytest.approx(entropy, rel=1e-2)
 

@@ -82,12 +82,12 @@ def test_numbers_are_means_over_sequences(trained):
     task.load_dataset("valid")
     (batch,) = spread_batches(task.dataset("valid"), 1, 3, model)
     layer = record_layers(model, batch)[1]
-    assert layer.key_padding_mask.any()
-    P = layer.attention.attention_matrix(layer.q, layer.k, layer.key_padding_mask)
+    assert layer.context.padding.any()
+    P = layer.attention.attention_matrix(layer.q, layer.k, layer.context)
     entropies = []
     query_distances = []
     residuals = []
-    for row, length in enumerate((~layer.key_padding_mask).sum(dim=1).tolist()):
+    for row, length in enumerate((~layer.context.padding).sum(dim=1).tolist()):
         entropies.append(entropy(P[row, :, :length, :length]))
         query_distances.append(normality(layer.q[row, :, :length]).ks)
         residuals.append(relative_residual(layer.after[row, :length]).item())

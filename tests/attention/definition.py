@@ -2,6 +2,7 @@
 
 import torch
 
+from lln_fairseq.attention import Context
 from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, relative_rms
 
 
@@ -14,7 +15,7 @@ def assert_matches_definition(attention, definition, inputs, mask):
     inputs = [x.requires_grad_() for x in inputs]
     exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
     expected = definition(*exact_inputs)
-    out = attention(*inputs, mask)
+    out = attention(*inputs, Context(mask))
     is_real = ~mask[:, None, :, None].expand(out.shape)
     assert relative_rms(out[is_real], expected[is_real]) <= FLOAT32_FORWARD
     assert out.isfinite().all()

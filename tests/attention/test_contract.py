@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lln_fairseq.attention import ATTENTION_REGISTRY, Attention, build_attention
+from lln_fairseq.attention import ATTENTION_REGISTRY, Attention, Context, build_attention
 from lln_fairseq.attention.registry import parse_attention_spec
 from tests.helpers import FLOAT32_FORWARD, random_padding, random_qkv, relative_rms
 
@@ -63,8 +63,8 @@ def test_forward_equals_matrix_times_values(variant, length):
             attention.attention_matrix(q, k)
         return
 
-    matrix = attention.double().attention_matrix(q.double(), k.double(), mask)
-    assert relative_rms(attention.float()(q, k, v, mask), matrix @ v.double()) <= FLOAT32_FORWARD
+    matrix = attention.double().attention_matrix(q.double(), k.double(), Context(mask))
+    assert relative_rms(attention.float()(q, k, v, Context(mask)), matrix @ v.double()) <= FLOAT32_FORWARD
     if not attention.rows_sum_to_one:
         return
     assert (matrix.sum(dim=-1) <= 1 + 1e-9).all()
@@ -81,9 +81,9 @@ def test_default_matrix_is_that_of_evaluation():
     q, k, _ = random_qkv(length=97, dtype=torch.float64)
     mask = random_padding(2, 97, full_row=True)
 
-    matrix = Attention.attention_matrix(attention, q.requires_grad_(), k, mask)
+    matrix = Attention.attention_matrix(attention, q.requires_grad_(), k, Context(mask))
 
-    torch.testing.assert_close(matrix, attention.attention_matrix(q, k, mask))
+    torch.testing.assert_close(matrix, attention.attention_matrix(q, k, Context(mask)))
     assert not matrix.requires_grad
     assert attention.training
 
@@ -101,7 +101,7 @@ def test_padding_content_does_not_matter(variant, garbage):
 
     def output_and_gradients(*inputs):
         inputs = [x.requires_grad_() for x in inputs]
-        out = attention(*inputs, mask)
+        out = attention(*inputs, Context(mask))
         gradients = torch.autograd.grad(out, [*inputs, *attention.parameters()], weight)
         return out[~is_padded], *gradients
 
@@ -123,10 +123,10 @@ def test_autocast_trains_and_matches_float32(variant, dtype):
     inputs = [x.to(dtype).requires_grad_() for x in random_qkv(length=97)]
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = attention(*inputs, mask)
+        out = attention(*inputs, Context(mask))
         out.float().square().sum().backward()
 
-    expected = attention(*(x.detach().float() for x in inputs), mask)
+    expected = attention(*(x.detach().float() for x in inputs), Context(mask))
     assert relative_rms(out.float(), expected) < 0.01
     assert out.isfinite().all()
     for x in inputs:
@@ -145,8 +145,8 @@ def test_output_depends_neither_on_padding_nor_on_the_batch(variant):
         x[:1, :, :41] = sequence
 
     unpadded = attention(q, k, v)
-    padded = attention(*(x[:1] for x in batch), mask[:1])[:, :, :41]
-    in_batch = attention(*batch, mask)[:1, :, :41]
+    padded = attention(*(x[:1] for x in batch), Context(mask[:1]))[:, :, :41]
+    in_batch = attention(*batch, Context(mask))[:1, :, :41]
 
     torch.testing.assert_close(padded, unpadded, rtol=1e-5, atol=1e-5)
     if attention.batch_independent:
@@ -160,7 +160,7 @@ def test_output_depends_neither_on_padding_nor_on_the_batch(variant):
 def test_large_inputs_stay_finite(variant, dtype):
     attention = build(variant)
     inputs = [x.requires_grad_() for x in random_qkv(length=97, scale=50.0, dtype=dtype)]
-    out = attention(*inputs, random_padding(2, 97, full_row=True))
+    out = attention(*inputs, Context(random_padding(2, 97, full_row=True)))
     out.float().square().mean().backward()
     assert out.dtype == dtype
     assert out.isfinite().all()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lln_fairseq.attention import build_layer
+from lln_fairseq.attention import Context, build_layer
 
 DIM = 6
 KEY_DIM = 4
@@ -72,7 +72,7 @@ def test_layer_matches_pairwise_formula(form, chunk):
     mask = torch.zeros(2, 13, dtype=torch.bool)
     mask[0, 10:] = True  # right padding
     mask[1, [0, 1, 6]] = True  # padding on the left and in the middle
-    out = layer(x, mask)
+    out = layer(x, Context(mask))
     for b in range(2):
         real = (~mask[b]).nonzero()[:, 0].tolist()
         sequence = x[:, b].masked_fill(mask[b][:, None], 0)

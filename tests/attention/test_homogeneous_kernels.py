@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lln_fairseq.attention import build_attention
+from lln_fairseq.attention import Context, build_attention
 from tests.attention.definition import assert_matches_definition
 from tests.helpers import random_padding, random_qkv
 
@@ -45,7 +45,7 @@ def test_relu_without_positive_score_returns_mean_of_real_values():
     k[:] = -q[:, :, :1]
     q[:] = q[:, :, :1]
     attention = build("relu")
-    out = attention(q, k, v, mask)
+    out = attention(q, k, v, Context(mask))
     for b, num_real in enumerate((~mask).sum(dim=1)):
         mean = v[b, :, :num_real].mean(dim=1, keepdim=True).expand(3, 9, 32)
         torch.testing.assert_close(out[b], mean)

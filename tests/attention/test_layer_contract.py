@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lln_fairseq.attention import LAYER_REGISTRY, build_layer
+from lln_fairseq.attention import LAYER_REGISTRY, Context, build_layer
 from tests.helpers import random_padding, relative_rms
 
 DIM = 48
@@ -37,8 +37,8 @@ def test_any_length_and_padding_give_finite_output(variant, length):
     unpadded = layer(x)
     assert unpadded.shape == x.shape
     assert unpadded.isfinite().all()
-    assert layer(x, mask).isfinite().all()
-    assert torch.equal(layer(x, torch.zeros_like(mask)), unpadded)
+    assert layer(x, Context(mask)).isfinite().all()
+    assert torch.equal(layer(x, Context(torch.zeros_like(mask))), unpadded)
 
 
 @every_variant
@@ -60,7 +60,7 @@ def test_padding_content_does_not_matter(variant, garbage):
 
     def output_and_gradients(x):
         x = x.detach().requires_grad_()
-        out = layer(x, mask)
+        out = layer(x, Context(mask))
         return out[~is_padded], *torch.autograd.grad(out, [x, *layer.parameters()], weight)
 
     x = random_tokens(97)
@@ -81,8 +81,8 @@ def test_output_depends_neither_on_padding_nor_on_the_batch(variant):
     mask[0, 41:] = True
 
     unpadded = layer(x)
-    padded = layer(batch[:, :1], mask[:1])[:41]
-    in_batch = layer(batch, mask)[:41, :1]
+    padded = layer(batch[:, :1], Context(mask[:1]))[:41]
+    in_batch = layer(batch, Context(mask))[:41, :1]
 
     torch.testing.assert_close(padded, unpadded, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(in_batch, unpadded, rtol=1e-5, atol=1e-5)
@@ -93,7 +93,7 @@ def test_output_depends_neither_on_padding_nor_on_the_batch(variant):
 def test_large_inputs_give_finite_output_and_gradients(variant, dtype):
     layer = build(variant).to(dtype)
     x = (50 * random_tokens(97)).to(dtype).requires_grad_()
-    out = layer(x, random_padding(2, 97, full_row=True))
+    out = layer(x, Context(random_padding(2, 97, full_row=True)))
     out.float().square().mean().backward()
     assert out.dtype == dtype
     assert out.isfinite().all()
@@ -109,8 +109,8 @@ def test_half_precision_is_close_to_float32(variant, dtype, tolerance):
     x = random_tokens(300, dtype=dtype)
     mask = random_padding(2, 300)
     is_real = ~mask.T
-    expected_change = layer(x.float(), mask) - x.float()
-    change = layer.to(dtype)(x, mask).float() - x.float()
+    expected_change = layer(x.float(), Context(mask)) - x.float()
+    change = layer.to(dtype)(x, Context(mask)).float() - x.float()
     assert relative_rms(change[is_real], expected_change[is_real]) < tolerance
 
 
@@ -123,10 +123,10 @@ def test_autocast_trains_and_matches_float32(variant, dtype):
     is_real = ~mask.T
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = layer(x, mask)
+        out = layer(x, Context(mask))
         out.float().square().sum().backward()
 
-    expected = layer(x.detach().float(), mask)
+    expected = layer(x.detach().float(), Context(mask))
     assert x.grad.dtype == dtype
     assert x.grad.isfinite().all()
     assert relative_rms(out[is_real], expected[is_real]) < 0.02

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lln_fairseq.attention import build_attention
+from lln_fairseq.attention import Context, build_attention
 from tests.helpers import random_qkv
 
 
@@ -19,7 +19,7 @@ def test_matches_formula():
     q, k, v = random_qkv(length=40, dtype=torch.float64)
     mask = torch.arange(40) >= torch.tensor([40, 17])[:, None]
 
-    out = attention(q, k, v, mask)
+    out = attention(q, k, v, Context(mask))
 
     for b, length in enumerate((40, 17)):
         keys = e[:, :length] @ k[b, :, :length]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lln_fairseq.attention import build_attention
+from lln_fairseq.attention import Context, build_attention
 from lln_fairseq.attention.lln_diag import MAX_GLOBAL_TOKENS
 from lln_fairseq.ops import reference
 from lln_fairseq.ops.lln import lln_diag_attention
@@ -21,28 +21,27 @@ def test_joint_offset_changes_output_and_matrix_of_its_head():
     attention = build()
     q, k, v = random_qkv(length=97)
     mask = random_padding(2, 97)
-    initial = attention(q, k, v, mask)
+    initial = attention(q, k, v, Context(mask))
     assert torch.equal(initial, lln_diag_attention(q, k, v, None, None, mask, BLOCK_SIZE, mix="joint_offset"))
 
     with torch.no_grad():
         attention.offset.copy_(torch.tensor([-2.0, 0.0, 3.0]))
-    changed = attention(q, k, v, mask)
+    changed = attention(q, k, v, Context(mask))
     assert torch.equal(changed[:, 1], initial[:, 1])
     assert relative_rms(changed[:, [0, 2]], initial[:, [0, 2]]) > 0.05
 
-    matrix = attention.double().attention_matrix(q.double(), k.double(), mask)
+    matrix = attention.double().attention_matrix(q.double(), k.double(), Context(mask))
     assert relative_rms(changed, matrix @ v.double()) <= FLOAT32_FORWARD
-    (gradient,) = torch.autograd.grad(attention(q, k, v, mask).square().sum(), attention.offset)
+    (gradient,) = torch.autograd.grad(attention(q, k, v, Context(mask)).square().sum(), attention.offset)
     assert (gradient != 0).all()
 
 
 def test_tokens_of_first_segments_are_global():
     attention = build(global_tokens="first_segment")
-    assert attention.needs_segments
     q, k, v = random_qkv(batch=3, length=190)
     mask = random_padding(3, 190)
-    attention.segment_lengths = torch.tensor([1, 20, 180])
-    output = attention(q, k, v, mask)
+    context = Context(mask, first_lengths=torch.tensor([1, 20, 180]))
+    output = attention(q, k, v, context)
     assert torch.equal(
         output,
         lln_diag_attention(
@@ -57,7 +56,7 @@ def test_tokens_of_first_segments_are_global():
             global_tokens=torch.tensor([1, 20, MAX_GLOBAL_TOKENS]),
         ),
     )
-    matrix = attention.double().attention_matrix(q.double(), k.double(), mask)
+    matrix = attention.double().attention_matrix(q.double(), k.double(), context)
     assert relative_rms(output, matrix @ v.double()) <= FLOAT32_FORWARD
     softmax = reference.softmax_matrix(q.double(), k.double(), mask)
     torch.testing.assert_close(matrix[1, :, :20], softmax[1, :, :20])
@@ -76,9 +75,9 @@ def test_first_segment_without_lengths_is_rejected():
 @pytest.mark.parametrize("global_tokens", ["20", "first_segment"])
 def test_branch_with_global_tokens_attends_inside_by_softmax(global_tokens):
     attention = build(global_tokens=global_tokens, gain="learned")
-    attention.segment_lengths = torch.tensor([20, 20])
     q, k, v = random_qkv(length=97)
     mask = random_padding(2, 97)
+    context = Context(mask, first_lengths=torch.tensor([20, 20]))
     block = torch.arange(97) // BLOCK_SIZE
     is_global = torch.arange(97) < 20
     inside = (block[:, None] == block) | is_global | is_global[:, None]
@@ -88,10 +87,10 @@ def test_branch_with_global_tokens_attends_inside_by_softmax(global_tokens):
 
     assert list(diag.parameters()) == [attention.log_gain]
     real = ~mask[:, None, :, None].expand_as(v)
-    torch.testing.assert_close(diag(q, k, v, mask)[real], expected[real], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(diag(q, k, v, context)[real], expected[real], rtol=1e-5, atol=1e-5)
     real_rows = ~mask[:, None, :, None].expand(2, 3, 97, 97)
     matrix = reference.softmax_matrix(q, k, mask, inside)
-    torch.testing.assert_close(diag.attention_matrix(q, k, mask)[real_rows], matrix[real_rows], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(diag.attention_matrix(q, k, context)[real_rows], matrix[real_rows], rtol=1e-5, atol=1e-5)
 
 
 def test_branch_without_global_tokens_is_block_diagonal():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lln_fairseq.attention import build_attention
+from lln_fairseq.attention import Context, build_attention
 from lln_fairseq.ops import reference
 from tests.helpers import random_qkv
 
@@ -18,7 +18,7 @@ def test_window_over_whole_sequence_is_softmax():
     expected = reference.softmax_matrix(q, k, mask) @ v
     # With 38, the first and the last token are too far apart, but the first token is global.
     for window in (38, 39, 500):
-        torch.testing.assert_close(build(window)(q, k, v, mask), expected)
+        torch.testing.assert_close(build(window)(q, k, v, Context(mask)), expected)
 
 
 @pytest.mark.parametrize("window", [1, 4, 7, 8])
@@ -29,7 +29,7 @@ def test_matches_softmax_of_each_query(window):
     for b, (start, end) in enumerate(bounds):
         mask[b, start:end] = False
 
-    out = build(window)(q, k, v, mask)
+    out = build(window)(q, k, v, Context(mask))
     for b, (start, end) in enumerate(bounds):
         for i in range(start, end):
             keys = [j for j in range(start, end) if abs(i - j) <= window or start in (i, j)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lln_fairseq.attention import build_attention
+from lln_fairseq.attention import Context, build_attention
 from lln_fairseq.ops import reference
 from tests.helpers import random_padding, random_qkv, relative_rms
 
@@ -44,8 +44,8 @@ def test_matches_formula(length, padded):
         is_real[1, [0, 1, 20, 50]] = False
         mask = ~is_real
 
-    out = build(landmarks=8)(q, k, v, mask)
-    converged = build(landmarks=8, iterations=30)(q, k, v, mask)
+    out = build(landmarks=8)(q, k, v, Context(mask))
+    converged = build(landmarks=8, iterations=30)(q, k, v, Context(mask))
 
     # The weights of segments of unequal lengths, or with padding, are rounded to float32.
     tolerance = 1e-10 if length == 120 and not padded else 1e-6
@@ -61,23 +61,23 @@ def test_convolution_adds_weighted_neighbors_of_each_head():
     mask = random_padding(2, 40)
     attention = build(landmarks=8, conv_kernel=5).double()
     values = v.masked_fill(mask[:, None, :, None], 0.0)
-    expected = build(landmarks=8)(q, k, v, mask)
+    expected = build(landmarks=8)(q, k, v, Context(mask))
     for i in range(40):
         for t in range(5):
             j = i + t - 2
             if 0 <= j < 40:
                 expected[:, :, i] += attention.conv.weight[:, 0, t] * values[:, :, j]
-    torch.testing.assert_close(attention(q, k, v, mask), expected)
+    torch.testing.assert_close(attention(q, k, v, Context(mask)), expected)
 
 
 def test_short_sequences_get_exact_softmax_also_next_to_long_ones():
     q, k, v = random_qkv(batch=4, length=97, dtype=torch.float64)
     mask = torch.arange(97) >= torch.tensor([97, 20, 3, 0])[:, None]
     expected = reference.softmax_matrix(q, k, mask) @ v
-    out = build(landmarks=20)(q, k, v, mask)
+    out = build(landmarks=20)(q, k, v, Context(mask))
     torch.testing.assert_close(out[1:], expected[1:])
     assert relative_rms(out[0], expected[0]) > 0.1
-    torch.testing.assert_close(build(landmarks=97)(q, k, v, mask), expected)
+    torch.testing.assert_close(build(landmarks=97)(q, k, v, Context(mask)), expected)
 
 
 def test_position_of_padding_does_not_matter():
@@ -86,7 +86,7 @@ def test_position_of_padding_does_not_matter():
     mask = torch.zeros(2, 50, dtype=torch.bool)
     mask[:, [0, 3, 4, 20, 49]] = True
     is_real = ~mask[0]
-    padded = attention(q, k, v, mask)[:, :, is_real]
+    padded = attention(q, k, v, Context(mask))[:, :, is_real]
     unpadded = attention(*(x[:, :, is_real] for x in (q, k, v)))
     torch.testing.assert_close(padded, unpadded, rtol=1e-5, atol=1e-5)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lln_fairseq.attention import build_attention
+from lln_fairseq.attention import Context, build_attention
 from lln_fairseq.ops import reference
 from tests.helpers import random_qkv, relative_rms
 
@@ -17,10 +17,10 @@ def test_sequences_that_fit_into_three_chunks_get_exact_softmax():
     q, k, v = random_qkv(batch=3, length=97, dtype=torch.float64)
     mask = torch.arange(97) >= torch.tensor([97, 48, 0])[:, None]
     expected = reference.softmax_matrix(q, k, mask) @ v
-    out = build(chunk_size=16)(q, k, v, mask)
+    out = build(chunk_size=16)(q, k, v, Context(mask))
     torch.testing.assert_close(out[1:], expected[1:])
     assert relative_rms(out[0], expected[0]) > 0.1
-    torch.testing.assert_close(build(chunk_size=33)(q, k, v, mask), expected)
+    torch.testing.assert_close(build(chunk_size=33)(q, k, v, Context(mask)), expected)
 
 
 def count_attended(attention, q_bucket, k_bucket, num_real):
@@ -56,7 +56,7 @@ def test_matches_formula_with_keys_counted_chunk_by_chunk(options, padded):
         mask[0, 70:] = True
         mask[1, [0, 3, 50]] = True
 
-    out = attention(q, k, v, mask)
+    out = attention(q, k, v, Context(mask))
 
     for b in range(2):
         for h in range(3):

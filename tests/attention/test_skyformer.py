@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lln_fairseq.attention import build_attention
+from lln_fairseq.attention import Context, build_attention
 from tests.helpers import random_qkv, relative_rms
 
 
@@ -29,14 +29,14 @@ def test_all_tokens_as_landmarks_give_the_exact_kernel():
     mask = torch.arange(30) >= torch.tensor([30, 12])[:, None]
     expected = kappa(q, k).masked_fill(mask[:, None, None, :], 0.0) @ v
     attention = build(landmarks=30, gamma=1e-9, iterations=40)
-    assert relative_rms(attention(q, k, v, mask), expected) < 1e-6
+    assert relative_rms(attention(q, k, v, Context(mask)), expected) < 1e-6
 
 
 def test_matches_formula(mask):
     q, k, v = random_qkv(length=40, dtype=torch.float64)
-    out = build(landmarks=8)(q, k, v, mask)
+    out = build(landmarks=8)(q, k, v, Context(mask))
     # The published six iterations only approximate the inverse. More iterations reach it.
-    converged = build(landmarks=8, iterations=30)(q, k, v, mask)
+    converged = build(landmarks=8, iterations=30)(q, k, v, Context(mask))
     for b in range(2):
         real = (~mask[b]).nonzero()[:, 0]
         middle = real[[(2 * j + 1) * len(real) // 16 for j in range(8)]]  # the middle tokens of 8 segments

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lln_fairseq.attention import build_layer
+from lln_fairseq.attention import Context, build_layer
 from lln_fairseq.attention.baselines.tnn import EPSILON, toeplitz_product
 from tests.helpers import FLOAT32_FORWARD, relative_rms
 
@@ -70,7 +70,7 @@ def test_layer_matches_pairwise_formula(gamma, rpe_layers):
     mask = torch.zeros(2, 11, dtype=torch.bool)
     mask[0, 8:] = True  # right padding
     mask[1, [0, 1, 6]] = True  # padding on the left and in the middle
-    out = layer(x, mask)
+    out = layer(x, Context(mask))
     for b in range(2):
         real = (~mask[b]).nonzero()[:, 0].tolist()
         torch.testing.assert_close(out[real, b], pairwise_layer(layer, x[:, b], real, gamma))
@@ -92,5 +92,5 @@ def test_left_padding_does_not_change_the_output():
     layer = build_layer("tnn", dim=DIM).eval()
     x = torch.randn(20, 1, DIM)
     mask = torch.arange(32)[None] < 12
-    shifted = layer(torch.cat([torch.zeros(12, 1, DIM), x]), mask)[12:]
+    shifted = layer(torch.cat([torch.zeros(12, 1, DIM), x]), Context(mask))[12:]
     torch.testing.assert_close(shifted, layer(x), rtol=1e-5, atol=1e-5)

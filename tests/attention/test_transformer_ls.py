@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lln_fairseq.attention import build_attention
+from lln_fairseq.attention import Context, build_attention
 from tests.helpers import random_qkv
 
 RANK = 5
@@ -67,7 +67,7 @@ def test_matches_formula_of_each_query(window, length):
     if length > 1:
         mask[0, -3:] = True  # right padding
         mask[1, [0, 1, length // 2]] = True  # padding on the left and in the middle
-    out = attention(q, k, v, mask)
+    out = attention(q, k, v, Context(mask))
     for b in range(2):
         real = (~mask[b]).nonzero()[:, 0].tolist()
         expected = attend_query_by_query(attention, q[b], k[b], v[b], real, window)

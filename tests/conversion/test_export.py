@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from lln_fairseq.__main__ import main
+from lln_fairseq.attention.context import first_segment_lengths
 from lln_fairseq.attention.lln_diag import MAX_GLOBAL_TOKENS
-from lln_fairseq.attention.segments import first_segment_lengths
 from lln_fairseq.conversion import directory
 from lln_fairseq.conversion import export as export_program
 from lln_fairseq.conversion import modeling_lln_roberta as modeling

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lln_fairseq.ops import reference
-from lln_fairseq.ops.backends import load_backend
+from lln_fairseq.ops.backends import LLN, Spec, load_backend
 from lln_fairseq.ops.block_diag import block_diag_attention
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from tests.helpers import (
@@ -55,7 +55,7 @@ CASES = st.fixed_dictionaries(
 def run(case, q, k, v, alpha, beta, mask):
     """Run the function under test: q, k, v (B, H, N, D) -> (B, H, N, D)."""
     backend = case.backend
-    if load_backend(backend).is_supported(q):  # the reason why the backend cannot take q
+    if load_backend(backend).reason_against(Spec(LLN), q):  # the reason why the backend cannot take q
         backend = "torch"
     if case.function == "block_diag":
         return block_diag_attention(q, k, v, mask, case.block_size)

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -367,9 +367,8 @@ def test_first_texts_that_fill_the_row_are_global(runs, glue, tmp_path):
     outputs = compute_outputs(reference, task, "valid")
     model = load(checkpoint)
     lengths = []
-    for module in model.modules():
-        if getattr(module, "needs_segments", False):
-            module.register_forward_pre_hook(lambda module, args: lengths.append(module.segment_lengths.tolist()))
+    layer = model.model.encoder.sentence_encoder.layers[0]
+    layer.register_forward_pre_hook(lambda module, inputs: lengths.append(inputs[1].first_lengths.tolist()))
 
     predictions = model.predict(texts_of(glue, "RTE"))
 
@@ -386,29 +385,17 @@ def test_first_texts_that_fill_the_row_are_global(runs, glue, tmp_path):
 
 def test_threads_share_a_model_with_global_segments(runs, tmp_path):
     model = load(save_with_global_segments(runs["RTE"], tmp_path))
-    layer = model.model.encoder.sentence_encoder.layers[0]
-    (attention,) = [module for module in layer.modules() if getattr(module, "needs_segments", False)]
-    inside, other_is_done = threading.Event(), threading.Event()
-    lengths = []
+    texts = [(" ".join(["film"] * count), "story") for count in range(1, 9)]
+    expected = [model.predict([text]) for text in texts]
+    barrier = threading.Barrier(len(texts))
 
-    def wait_for_other_thread(module, args):
-        if not inside.is_set():
-            inside.set()
-            other_is_done.wait(timeout=0.3)  # longer than the other thread takes if nothing stops it
-        lengths.append(attention.segment_lengths.item())
+    def wait_for_other_threads(module, inputs):
+        barrier.wait(timeout=60)
 
-    def predict_in_other_thread():
-        inside.wait()
-        model.predict([("film story film", "story")])
-        other_is_done.set()
+    model.model.encoder.sentence_encoder.layers[0].register_forward_pre_hook(wait_for_other_threads)
 
-    layer.register_forward_pre_hook(wait_for_other_thread)
-    thread = threading.Thread(target=predict_in_other_thread)
-    thread.start()
-    model.predict([("film", "story")])
-    thread.join()
-
-    assert lengths == [3, 5]  # with <s> and </s>
+    with ThreadPoolExecutor(len(texts)) as pool:
+        assert list(pool.map(lambda text: model.predict([text]), texts)) == expected
 
 
 def test_token_vectors_have_offsets_in_the_text(loaded):

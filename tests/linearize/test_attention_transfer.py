@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lln_fairseq.attention import build_attention
+from lln_fairseq.attention import Context, build_attention
 from lln_fairseq.linearize.attention_transfer import (
     AttentionCall,
     QKReparameterization,
@@ -37,12 +37,12 @@ def test_reparameterization_does_not_change_softmax(name):
     mask = random_padding(2, 97)
     plain = attention(name)
     student = Student(attention(name), HEADS, DIM)
-    assert torch.equal(student(q, k, v, mask), plain(q, k, v, mask))  # it starts as the identity
+    assert torch.equal(student(q, k, v, Context(mask)), plain(q, k, v, Context(mask)))  # it starts as the identity
 
     student.alignment = random_reparameterization()
 
     assert relative_rms(student.alignment(q, k)[0], q) > 0.5
-    assert relative_rms(student(q, k, v, mask), plain(q, k, v, mask)) < 1e-5
+    assert relative_rms(student(q, k, v, Context(mask)), plain(q, k, v, Context(mask))) < 1e-5
 
 
 def test_each_parameter_of_the_reparameterization_changes_lln():
@@ -54,19 +54,19 @@ def test_each_parameter_of_the_reparameterization_changes_lln():
         for number, parameter in enumerate(student.alignment.parameters()):
             if number != kept:
                 nn.init.zeros_(parameter)
-        assert relative_rms(student(q, k, v), lln(q, k, v)) > 0.05
+        assert relative_rms(student(q, k, v, Context()), lln(q, k, v)) > 0.05
 
 
 def test_relative_error_ignores_padding():
     q, k, v = random_qkv()
     mask = random_padding(2, 97)
-    teacher = AttentionCall(q, k, v, mask, v)
+    teacher = AttentionCall(q, k, v, Context(mask), v)
     projection = torch.randn(16, HEADS * DIM)
     changed = 1.5 * v
     changed[mask[:, None, :, None].expand_as(v)] = 1e6
 
     assert relative_error(changed, teacher, projection).item() == pytest.approx(0.25, rel=1e-5)
-    unmasked = teacher._replace(mask=None)
+    unmasked = teacher._replace(context=Context())
     assert relative_error(1.5 * v, unmasked, projection).item() == pytest.approx(0.25, rel=1e-5)
 
 

@@ -354,18 +354,14 @@ def test_students_get_the_lengths_of_first_segments(teacher):
     model, task = load_model(str(path), str(data))
     students = Students(model, "lln_diag", {"mix": "joint_offset"}, 0.01, 0, seed=1)
     tokens = TaskRows(task, "train", 100).sample([0, 1, 2])["net_input"]["src_tokens"]
-    with torch.no_grad():
-        students.errors(tokens)
-    assert all(student.attention.segment_lengths is None for student in students.students)
-
+    contexts = []
     for student in students.students:
-        student.attention.needs_segments = True
+        student.register_forward_pre_hook(lambda module, inputs: contexts.append(inputs[3]))
     with torch.no_grad():
         students.errors(tokens)
 
     expected = [row.tolist().index(task.source_dictionary.eos()) + 1 for row in tokens]
-    for student in students.students:
-        assert student.attention.segment_lengths.tolist() == expected
+    assert [context.first_lengths.tolist() for context in contexts] == len(students.students) * [expected]
 
 
 def test_cut_rows_keep_the_lengths_of_their_first_segments(teacher):

@@ -59,8 +59,12 @@ def pairs(*lengths, seed=0):
 BATCH = ((5, 40), (20, 7), (30, None), (0, 3))
 
 
-def attention_of(model, layer=0):
-    return model.encoder.sentence_encoder.layers[layer].self_attn.attention
+def record_lengths(model):
+    """Return a list to which every call of an attention of the model appends the lengths of the first segments."""
+    lengths = []
+    for layer in model.encoder.sentence_encoder.layers:
+        layer.register_forward_pre_hook(lambda module, inputs: lengths.append(inputs[1].first_lengths.tolist()))
+    return lengths
 
 
 def features(model, tokens):
@@ -69,15 +73,9 @@ def features(model, tokens):
 
 def test_encoder_counts_tokens_of_first_segments():
     model = build_model(**FIRST_SEGMENT)
+    lengths = record_lengths(model)
     features(model, pairs(*BATCH))
-    for layer in range(2):
-        assert attention_of(model, layer).segment_lengths.tolist() == [7, 22, 1, 2]
-
-
-def test_encoder_sets_no_lengths_that_nobody_needs():
-    model = build_model(**GLOBAL, lln_diag_global_tokens="7")
-    features(model, pairs(*BATCH))
-    assert attention_of(model).segment_lengths is None
+    assert lengths == 2 * [[7, 22, 1, 2]]
 
 
 def test_number_and_first_segment_of_equal_length_agree():
@@ -139,12 +137,12 @@ def test_instruments_measure_sequences_with_their_own_lengths(options):
     tokens = pairs(*BATCH)
 
     layers = record_layers(model, {"src_tokens": tokens})
-    together = measure.measure_batch(layers[1].attention, layers[1].q, layers[1].k, layers[1].key_padding_mask)
+    together = measure.measure_batch(layers[1].attention, layers[1].q, layers[1].k, layers[1].context)
 
     for row, tokens_of_row in enumerate(tokens):
         length = int((tokens_of_row != PAD).sum())
         (_, layer) = record_layers(model, {"src_tokens": tokens_of_row[None, :length]})
-        alone = measure.measure_batch(layer.attention, layer.q, layer.k)
+        alone = measure.measure_batch(layer.attention, layer.q, layer.k, layer.context)
         entropy = measure.NAMES.index("entropy")
         torch.testing.assert_close(together[row, entropy], alone[0, entropy], rtol=1e-4, atol=1e-5)
     with torch.no_grad(), ablated(model):
@@ -192,9 +190,10 @@ def test_run_trains_resumes_and_loads(pair_data, tmp_path, monkeypatch):
     model, task = load_model(str(tmp_path / "whole/checkpoint_last.pt"))
     task.load_dataset("valid")
     batch = task.dataset("valid").collater([task.dataset("valid")[row] for row in range(3)])
+    lengths = record_lengths(model)
     model(**batch["net_input"], features_only=True)
     tokens = batch["net_input"]["src_tokens"]
-    for length, row in zip(attention_of(model).segment_lengths.tolist(), tokens.tolist(), strict=True):
+    for length, row in zip(lengths[0], tokens.tolist(), strict=True):
         assert row[length - 1 : length + 1] == [EOS, EOS]
 
 
@@ -219,20 +218,20 @@ def test_first_segment_is_found_before_the_row_is_cut(pair_data):
     expected = first_lengths(pair_data, task)
     assert min(expected) < 20 < max(expected)
 
-    assert batch["net_input"]["segment_lengths"].tolist() == expected
+    assert batch["net_input"]["first_lengths"].tolist() == expected
     model = build_model(**FIRST_SEGMENT)
+    lengths = record_lengths(model)
     model(**batch["net_input"], features_only=True)
-    assert attention_of(model).segment_lengths.tolist() == expected
     model(**batch["net_input"], classification_head_name="head")
-    assert attention_of(model).segment_lengths.tolist() == expected
+    assert lengths == 4 * [expected]
 
 
 def test_row_that_its_first_text_fills_has_global_tokens_only(pair_data):
     batch, _ = load_split(pair_data)
-    tokens, lengths = batch["net_input"]["src_tokens"], batch["net_input"]["segment_lengths"]
+    tokens, lengths = batch["net_input"]["src_tokens"], batch["net_input"]["first_lengths"]
     is_filled = lengths >= 20
     by_segment = features(build_model(**FIRST_SEGMENT), tokens[is_filled])
-    by_cut = build_model(**FIRST_SEGMENT)(tokens[is_filled], features_only=True, segment_lengths=lengths[is_filled])[0]
+    by_cut = build_model(**FIRST_SEGMENT)(tokens[is_filled], features_only=True, first_lengths=lengths[is_filled])[0]
     softmax = features(build_model(**GLOBAL, lln_diag_global_tokens="20"), tokens[is_filled])
     torch.testing.assert_close(by_cut, softmax)
     assert not torch.allclose(by_segment, softmax, atol=1e-3)
@@ -245,4 +244,4 @@ def test_row_that_its_first_text_fills_has_global_tokens_only(pair_data):
 )
 def test_rows_whose_tokens_show_the_segments_have_no_lengths(options, pair_data):
     batch, _ = load_split(pair_data, **options)
-    assert "segment_lengths" not in batch["net_input"]
+    assert "first_lengths" not in batch["net_input"]

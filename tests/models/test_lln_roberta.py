@@ -12,10 +12,10 @@ from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.models.transformer import TransformerConfig
 from omegaconf import OmegaConf
 
-from lln_fairseq.attention import ATTENTION_REGISTRY
+from lln_fairseq.attention import ATTENTION_REGISTRY, Context
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
-from lln_fairseq.models.encoder import LLNEncoderLayer
+from lln_fairseq.models.layer import LLNEncoderLayer
 from lln_fairseq.models.lln_roberta import PRESETS, SIZE_FIELDS, LLNRobertaConfig, complete_config
 from tests.fairseq_runs import (
     CLASSIFICATION,
@@ -252,7 +252,7 @@ def test_feed_forward_in_pieces_gives_the_same_gradients(normalize_before, lengt
         piece_sizes = []
         layer.fc1.register_forward_hook(lambda module, args, out: piece_sizes.append(args[0].shape[:2].numel()))
         x = torch.randn(length, 2, 32, requires_grad=True)
-        layer(x, mask).square().sum().backward()
+        layer(x, Context(mask)).square().sum().backward()
         return [x.grad, *(parameter.grad for parameter in layer.parameters())], max(piece_sizes)
 
     expected, whole_size = gradients_and_largest_piece(0)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lln_fairseq.__main__ import main
+from lln_fairseq.attention import Context
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
@@ -41,16 +42,17 @@ def test_queries_and_keys_are_rotated(attention, case):
         mask[0, 5:] = True
         mask[1, :3] = True
         positions = [list(range(7)), [0, 0, 0, 0, 1, 2, 3]]
+    context = Context(mask)
     if case == "shard":
         positions = [list(range(30, 37)), list(range(4, 11))]
-        module.positions = torch.tensor(positions)
+        context = Context(mask, torch.tensor(positions))
 
-    out, _ = module(x, key_padding_mask=mask)
+    out = module(x, context)
 
     q = rotated_heads(module.q_proj(x), positions)
     k = rotated_heads(module.k_proj(x), positions)
     v = module.v_proj(x).unflatten(-1, (2, -1)).permute(1, 2, 0, 3)
-    expected = module.out_proj(module.attention(q, k, v, mask).permute(2, 0, 1, 3).flatten(2))
+    expected = module.out_proj(module.attention(q, k, v, Context(mask)).permute(2, 0, 1, 3).flatten(2))
     real = torch.ones(7, 2, dtype=torch.bool) if mask is None else ~mask.T
     torch.testing.assert_close(out[real], expected[real])
 

@@ -4,6 +4,7 @@ Triton runs natively if there is a GPU, otherwise in its interpreter on the CPU.
 """
 
 import copy
+import dataclasses
 import multiprocessing
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lln_fairseq.attention import build_attention
-from lln_fairseq.ops.backends import MODULES, HybridSpec, choose_backend, load_backend
+from lln_fairseq.ops.backends import AVERAGE, JOINT, LLN, MODULES, Inputs, Spec, load_backend
 from lln_fairseq.ops.block_diag import block_diag_attention
+from lln_fairseq.ops.dispatch import FORMULA, choose_backend
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from lln_fairseq.ops.moment_matching import calibration_table, match_moments
 from lln_fairseq.ops.random_features import random_feature_attention
@@ -54,8 +56,8 @@ def backend_or_skip(name, dtype=torch.float32, mix=None):
     """Return the name of a backend, or skip the test if the backend cannot run it."""
     device = device_of(name)
     q = torch.empty(1, 1, 1, 32, dtype=dtype, device=device)
-    global_tokens = GLOBAL_TOKENS if mix == GLOBAL else 0
-    if reason := load_backend(name).is_supported(q, BLOCK, global_tokens):
+    spec = Spec(JOINT, BLOCK, max_global=GLOBAL_TOKENS if mix == GLOBAL else 0)
+    if reason := load_backend(name).reason_against(spec, q):
         pytest.skip(reason)
     if (name, dtype, device) == ("triton", torch.bfloat16, "cpu"):
         pytest.skip("the interpreter of Triton computes bfloat16 incorrectly")
@@ -74,10 +76,10 @@ def backend(request):
 @lln_and_average
 def test_forward_returns_alpha_and_beta(mix, backend):
     q, k, v, alpha, beta = inputs(mix, device=device_of(backend))
-    spec = HybridSpec(1.0, 0.0) if mix == "lln" else HybridSpec(0.5, 0.5, BLOCK)
+    spec = Spec(LLN) if mix == "lln" else Spec(AVERAGE, BLOCK)
 
-    _, same_alpha, same_beta, _ = load_backend(backend).forward(q, k, v, alpha, beta, None, spec)
-    _, *matched, _ = load_backend(backend).forward(q, k, v, None, None, None, spec)
+    _, same_alpha, same_beta, _ = load_backend(backend).forward(spec, Inputs(q, k, v, alpha, beta))
+    _, *matched, _ = load_backend(backend).forward(dataclasses.replace(spec, matched=True), Inputs(q, k, v))
 
     assert same_alpha is alpha
     assert same_beta is beta
@@ -367,8 +369,8 @@ def test_kernels_are_not_used_for_tensor_subclasses(which):
     """None of q, k, v, α, β and the mask may be one: reading its memory could crash the process."""
     tensors = [*inputs("lln"), random_padding(2, 40)]
     tensors[which] = tensors[which].as_subclass(Subclass)
-    q, *other_inputs = tensors
-    assert choose_backend("auto", q, None, *other_inputs) == "torch"
+    q, k, v, alpha, beta, mask = tensors
+    assert choose_backend("auto", Spec(LLN), Inputs(q, k, v, alpha, beta, padding=mask)) == FORMULA
     expected = lln_attention(*(x.as_subclass(torch.Tensor) for x in tensors))
     assert relative_rms(lln_attention(*tensors), expected) < 1e-5
     with pytest.raises(ValueError, match="cannot run here: Its kernels are not operations of torch"):

@@ -8,22 +8,23 @@ import sys
 import pytest
 import torch
 
-from lln_fairseq.attention import build_attention
-from lln_fairseq.ops.backends import HybridSpec, choose_backend, load_backend
+from lln_fairseq.attention import Context, build_attention
+from lln_fairseq.ops.backends import AVERAGE, DIAG, JOINT, LLN, Inputs, Spec, load_backend
+from lln_fairseq.ops.dispatch import choose_backend
 from lln_fairseq.ops.lln import lln_diag_attention
 from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_padding, random_qkv, relative_rms
 
 OPERATOR = "lln_fairseq.hybrid_attention"
 needs_kernels = pytest.mark.skipif(
-    choose_backend("auto", torch.zeros(1, 1, 1, 32)) != "cpu",
+    choose_backend("auto", Spec(LLN), Inputs(*torch.zeros(3, 1, 1, 1, 32))) != "cpu",
     reason="no C compiler, or a CPU that the kernels do not support",
 )
 
 
-def output_and_gradients(mask, compute):
-    """Return compute(q, k, v, mask) and its gradients with respect to q, k and v."""
+def output_and_gradients(context, compute):
+    """Return compute(q, k, v, context) and its gradients with respect to q, k and v."""
     q, k, v = (x.requires_grad_() for x in random_qkv())
-    out = compute(q, k, v, mask)
+    out = compute(q, k, v, context)
     return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
 
 
@@ -67,10 +68,10 @@ def compiler():
 )
 def test_compiled_mechanism_equals_eager_execution(name, options, backend, padded):
     attention = build_attention(name, num_heads=3, head_dim=32, max_positions=128, **options).eval()
-    mask = random_padding(2, 97) if padded else None
+    context = Context(random_padding(2, 97) if padded else None)
 
-    expected = output_and_gradients(mask, attention)
-    actual = output_and_gradients(mask, torch.compile(attention, fullgraph=True, backend=backend))
+    expected = output_and_gradients(context, attention)
+    actual = output_and_gradients(context, torch.compile(attention, fullgraph=True, backend=backend))
 
     assert relative_rms(actual[0], expected[0]) <= FLOAT32_FORWARD
     for x, y in zip(actual[1:], expected[1:], strict=True):
@@ -100,36 +101,31 @@ def test_graph_has_the_operator_where_kernels_run(head_dim, dtype, backend, is_i
     ("backend", "layout"),
     [("cpu", "heads"), ("cpu", "strided"), pytest.param("triton", "tokens", marks=pytest.mark.exhaustive)],
 )
-@pytest.mark.parametrize(
-    ("weights", "given", "joint"),
-    [((0.5, 0.5), False, False), ((1.0, 0.0), True, False), ((0.0, 1.0), True, False), ((1.0, 1.0), True, True)],
-)
-def test_operator_passes_torchs_checks(layout, weights, given, joint, backend):
-    """`given` passes α and β, with gradients; otherwise the operator matches them."""
-    if reason := load_backend(backend).is_supported(torch.empty(1, 1, 1, 32), 16):
+@pytest.mark.parametrize(("form", "matched"), [(AVERAGE, True), (LLN, False), (DIAG, False), (JOINT, False)])
+def test_operator_passes_torchs_checks(layout, form, matched, backend):
+    """Without `matched`, α and β are passed, with gradients."""
+    if reason := load_backend(backend).reason_against(Spec(form, 16), torch.empty(1, 1, 1, 32)):
         pytest.skip(reason)
-    if backend == "triton" and not weights[0]:
-        pytest.skip("Triton has no kernel for block-diagonal attention without LLN")
     q, k, v = random_qkv(batch=1, heads=2, length=24)
     if layout == "tokens":
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     if layout == "strided":
         q, k, v = (torch.stack((x, x), dim=-1)[..., 0] for x in (q, k, v))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    alpha, beta = (torch.full((1, 2), 1.1, requires_grad=True) if given else None for _ in range(2))
-    parameter = torch.full((1, 2), 0.4, requires_grad=given) if joint else None
+    is_given = form != DIAG and not matched
+    alpha, beta = (torch.full((1, 2), 1.1, requires_grad=True) if is_given else None for _ in range(2))
+    offset = torch.full((1, 2), 0.4, requires_grad=True) if form == JOINT else None
     seed = torch.tensor([7])
     for mask, dropout in ((None, 0.0), (torch.arange(24)[None] >= 19, 0.1)):
-        settings = (*weights, 16, dropout if weights[1] else 0.0, joint, backend)
-        arguments = (*leaves, alpha, beta, parameter, mask, seed if dropout else None, *settings)
+        settings = (form, 16, 0.0 if form == LLN else dropout, matched, backend)
+        arguments = (*leaves, alpha, beta, offset, mask, seed if dropout else None, *settings)
         torch.library.opcheck(torch.ops.lln_fairseq.hybrid_attention.default, arguments)
 
 
 def test_operator_takes_every_field_of_the_spec():
-    """Except the exchange and global tokens, which it cannot have: see autograd.py and choose_backend."""
+    """Except global tokens, which it cannot have: see dispatch.py."""
     arguments = {argument.name for argument in torch.ops.lln_fairseq.hybrid_attention.default._schema.arguments}
-    unsupported = {"exchange", "global_tokens", "max_global_tokens"}
-    assert {field.name for field in dataclasses.fields(HybridSpec)} - unsupported <= arguments
+    assert {field.name for field in dataclasses.fields(Spec)} - {"max_global"} <= arguments
 
 
 @needs_kernels

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lln_fairseq.ops.backends import load_backend
+from lln_fairseq.ops.backends import LLN, Spec, load_backend
 from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.exchange import Exchange
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
@@ -186,7 +186,9 @@ def work(rank, cases):
 
 
 def is_runnable(case):
-    return all(load_backend(name).is_supported(torch.empty(1, 1, 1, DIM)) is None for name in case[0].split())
+    return all(
+        load_backend(name).reason_against(Spec(LLN), torch.empty(1, 1, 1, DIM)) is None for name in case[0].split()
+    )
 
 
 CASES = list(make_cases())

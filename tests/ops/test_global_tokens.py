@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lln_fairseq.ops import reference
-from lln_fairseq.ops.backends import choose_backend, load_backend
+from lln_fairseq.ops.backends import JOINT, Inputs, Spec, load_backend
+from lln_fairseq.ops.dispatch import choose_backend
 from lln_fairseq.ops.lln import lln_diag_attention
 from tests.helpers import FLOAT32_FORWARD, poison_empty, random_qkv, relative_rms
 from tests.ops.mixes import (
@@ -23,6 +24,7 @@ from tests.ops.mixes import (
 
 MIX = "joint_offset"
 PER_SEQUENCE = torch.tensor([7, 0, 21])
+SPEC = Spec(JOINT, BLOCK, max_global=5)
 NUMBERS = {"1": 1, "5": 5, "a block": BLOCK, "37": 37, "more than N": 1000, "per sequence": PER_SEQUENCE}
 every_number = pytest.mark.parametrize("number", NUMBERS.values(), ids=list(NUMBERS))
 
@@ -32,7 +34,7 @@ SHAPES = [(63, 32, 32), (97, 64, 16), (130, 32, 48), (40, 16, 64), (1, 32, 16)]
 
 @pytest.fixture(params=["torch", "cpu"])
 def backend(request):
-    if reason := load_backend(request.param).is_supported(torch.empty(1, 1, 1, 32), BLOCK, 5):
+    if reason := load_backend(request.param).reason_against(SPEC, torch.empty(1, 1, 1, 32)):
         pytest.skip(reason)
     return request.param
 
@@ -146,9 +148,9 @@ def test_numbers_of_empty_sequences_are_accepted(shape, backend):
 def test_triton_does_not_support_global_tokens():
     q = torch.zeros(1, 2, 4, 32)
     with pytest.raises(ValueError, match="backend 'triton' cannot run here: ") as error:
-        choose_backend("triton", q, BLOCK, max_global_tokens=5)
+        choose_backend("triton", SPEC, Inputs(q, q, q))
     assert "\n" not in str(error.value)
-    assert load_backend("torch").is_supported(q, BLOCK, 5) is None
+    assert load_backend("torch").reason_against(SPEC, q) is None
 
 
 @pytest.mark.parametrize(

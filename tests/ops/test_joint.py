@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lln_fairseq.ops import reference
-from lln_fairseq.ops.backends import load_backend
+from lln_fairseq.ops.backends import JOINT, Spec, load_backend
 from lln_fairseq.ops.lln import lln_diag_attention
 from tests.helpers import random_qkv, relative_rms
 from tests.ops.mixes import BLOCK, OFFSETS, assert_float32_accuracy, attend, holes, inputs, oracle, output_and_gradients
@@ -12,7 +12,7 @@ from tests.ops.mixes import BLOCK, OFFSETS, assert_float32_accuracy, attend, hol
 
 @pytest.fixture(params=["torch", "cpu", "triton"])
 def backend(request):
-    if reason := load_backend(request.param).is_supported(torch.empty(1, 1, 1, 32), BLOCK):
+    if reason := load_backend(request.param).reason_against(Spec(JOINT, BLOCK), torch.empty(1, 1, 1, 32)):
         pytest.skip(reason)
     return request.param
 

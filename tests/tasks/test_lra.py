@@ -27,6 +27,9 @@ class SmallDictionary:
     def pad(self):
         return PAD
 
+    def eos(self):
+        return 2
+
     def __len__(self):
         return 40
 

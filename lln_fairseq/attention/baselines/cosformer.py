@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.kernel_features import KernelFeatureAttention
 from lln_fairseq.attention.registry import register_attention
 from lln_fairseq.ops.dtypes import compute_dtype
@@ -19,9 +20,9 @@ class CosformerAttention(KernelFeatureAttention):
     neither on the other sequences of the batch nor on the padding. Without padding they agree with the authors' code.
     """
 
-    def linear_features(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def linear_features(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(q.dtype)
-        angles = self._angles(q, key_padding_mask).to(dtype)
+        angles = self._angles(q, context.padding).to(dtype)
         waves = torch.stack([angles.cos(), angles.sin()], dim=-1)  # (B or 1, 1, N, 2), never negative
 
         def reweighted(x: Tensor) -> Tensor:
@@ -30,19 +31,19 @@ class CosformerAttention(KernelFeatureAttention):
         return reweighted(q), reweighted(k)
 
     @staticmethod
-    def _angles(q: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    def _angles(q: Tensor, padding: Tensor | None) -> Tensor:
         """Return the angle θ_i of every token, in [0, π/2). The angles of padding tokens are finite but meaningless.
 
         Args:
             q: (B, H, N, D); only its shape and device are used.
-            key_padding_mask: bool (B, N), True = padded, or None.
+            padding: bool (B, N), True = padded, or None.
 
         Returns:
             float64 (B, 1, N), or (1, 1, N) without a mask.
         """
         is_real = q.new_ones(1, q.shape[-2], dtype=torch.bool)
-        if key_padding_mask is not None:
-            is_real = ~key_padding_mask
+        if padding is not None:
+            is_real = ~padding
         position = (is_real.cumsum(dim=1) - 1).clamp(min=0)
         num_real = is_real.sum(dim=1, keepdim=True).clamp(min=1)
         return (math.pi / 2 * (position.double() / num_real))[:, None]

@@ -70,12 +70,12 @@ class GatedAttentionUnit(nn.Module):
         self.offsets = nn.Parameter(torch.zeros(num_projections, config.key_dim))
         self.distance_bias = nn.Parameter(INITIAL_STD * torch.randn(2 * config.chunk_size - 1))
 
-    def forward(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
         """Normalize the tokens and apply the unit, without the residual connection.
 
         Args:
             x: tokens (B, N, d).
-            key_padding_mask: bool (B, N), True = padded, or None.
+            padding: bool (B, N), True = padded, or None.
 
         Returns:
             (B, N, d).
@@ -85,9 +85,9 @@ class GatedAttentionUnit(nn.Module):
         v = F.silu(self.value_proj(x))
         shared = F.silu(self.shared_proj(x))
         num_real = torch.full((len(x), 1, 1), x.shape[1], dtype=compute_dtype(x.dtype), device=x.device)  # n
-        if key_padding_mask is not None:
-            v = v.masked_fill(key_padding_mask[:, :, None], 0.0)
-            num_real = (~key_padding_mask).sum(dim=1).clamp(min=1).to(num_real.dtype)[:, None, None]
+        if padding is not None:
+            v = v.masked_fill(padding[:, :, None], 0.0)
+            num_real = (~padding).sum(dim=1).clamp(min=1).to(num_real.dtype)[:, None, None]
         positions = torch.arange(x.shape[1], device=x.device)[:, None]
         factors = rotary_factors(positions, self.config.key_dim, compute_dtype(x.dtype))
         projections = rotate(shared[:, :, None] * self.scales + self.offsets, factors)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lln_fairseq.attention.block_diag import BlockDiagAttention, BlockDiagConfig
+from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.kernel_features import KernelFeatureAttention
 from lln_fairseq.attention.registry import Attention, option
 from lln_fairseq.ops import reference
@@ -34,26 +35,24 @@ class LearnedFeatureAttention(KernelFeatureAttention):
 
     config: LearnedFeatureConfig
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        linear = super().forward(q, k, v, key_padding_mask)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        linear = super().forward(q, k, v, context)
         block_size = self.config.block_size
         if block_size == LINEAR_ONLY:
             return linear
-        return (linear + block_diag_attention(q, k, v, key_padding_mask, block_size, self.active_dropout)) / 2
+        return (linear + block_diag_attention(q, k, v, context.padding, block_size, self.active_dropout)) / 2
 
-    def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        linear = super().attention_matrix(q, k, key_padding_mask)
+    def attention_matrix(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        linear = super().attention_matrix(q, k, context)
         if self.config.block_size == LINEAR_ONLY:
             return linear
-        return (linear + reference.block_diag_matrix(q, k, self.config.block_size, key_padding_mask)) / 2
+        return (linear + reference.block_diag_matrix(q, k, self.config.block_size, context.padding)) / 2
 
-    def feature_maps(
-        self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor] | None:
+    def feature_maps(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor] | None:
         """Return the features φ(q) and φ(k), or None if there are blocks, because P is then not φ(q) φ(k)ᵀ."""
         if self.config.block_size != LINEAR_ONLY:
             return None
-        return self.linear_features(q, k, key_padding_mask)
+        return self.linear_features(q, k, context)
 
     def branches(self) -> dict[str, Attention]:
         """Return the two parts, each as an attention that can be called by itself, or nothing if there are no blocks.

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops.padding import clear_padding
 from lln_fairseq.ops.softmax import softmax_attention
@@ -44,11 +45,11 @@ class LinformerAttention(Attention):
         self.key_projection = nn.Parameter(torch.randn(shape) * projected_length**-0.5)  # E
         self.value_projection = nn.Parameter(torch.randn(shape) * projected_length**-0.5)  # F
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         length = q.shape[2]
         if length > self.max_positions:
             raise ValueError(f"linformer was built for {self.max_positions} tokens, got {length}")
-        q, k, v = clear_padding(q, k, v, key_padding_mask)
+        q, k, v = clear_padding(q, k, v, context.padding)
         projected_k = _project(self.key_projection[0, :, :length], k)
         projected_v = _project(self.value_projection[0, :, :length], v)
         return softmax_attention(q, projected_k, projected_v, dropout_p=self.active_dropout)

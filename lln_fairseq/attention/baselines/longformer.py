@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops.padding import clear_padding, explicit_mask
 from lln_fairseq.ops.softmax import softmax_attention
@@ -33,22 +34,22 @@ class LongformerAttention(Attention):
 
     config: LongformerConfig
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        q, k, v = clear_padding(q, k, v, key_padding_mask)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        q, k, v = clear_padding(q, k, v, context.padding)
         length = q.shape[2]
-        padding = explicit_mask(key_padding_mask, q)
+        padding = explicit_mask(context.padding, q)
         first = (~padding).to(torch.uint8).argmax(dim=1)  # (B,): first real token, 0 if there is none
         is_first = torch.arange(length, device=q.device) == first[:, None]
-        # In a sequence that is all padding the first token stays visible. The softmax would otherwise be 0/0.
-        is_visible = ~padding | is_first
+        # In a sequence that is all padding the first token remains a key. The softmax would otherwise be 0/0.
+        excluded = padding & ~is_first
         if length <= 3 * self.config.one_sided_window + 1:
             # The windows would contain as many keys as there are tokens, so full attention with a mask is cheaper.
-            allowed = self._is_attended(is_first) & is_visible[:, None, :]
+            allowed = self._is_attended(is_first) & ~excluded[:, None, :]
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed[:, None], dropout_p=self.active_dropout)
         else:
             index = first[:, None, None, None].expand(-1, self.num_heads, 1, self.head_dim)
-            local = self._local_attention(q, k, v, k.gather(2, index), v.gather(2, index), is_visible & ~is_first)
-            from_first = softmax_attention(q.gather(2, index), k, v, key_padding_mask, self.active_dropout)
+            local = self._local_attention(q, k, v, k.gather(2, index), v.gather(2, index), excluded | is_first)
+            from_first = softmax_attention(q.gather(2, index), k, v, context.padding, self.active_dropout)
             out = torch.where(is_first[:, None, :, None], from_first, local)
         return out.masked_fill(padding.all(dim=1)[:, None, None, None], 0.0)
 
@@ -68,7 +69,7 @@ class LongformerAttention(Attention):
         return in_window | is_first[:, :, None] | is_first[:, None, :]
 
     def _local_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, k_first: Tensor, v_first: Tensor, is_visible: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, k_first: Tensor, v_first: Tensor, excluded: Tensor
     ) -> Tensor:
         """Compute the attention of every query to the keys in its window and to the first token.
 
@@ -77,7 +78,7 @@ class LongformerAttention(Attention):
         Args:
             q, k, v: (B, H, N, D).
             k_first, v_first: the key and the value of the first token, (B, H, 1, D).
-            is_visible: bool (B, N), False for keys that no window contains: padding and the first token.
+            excluded: bool (B, N), True for keys that no window contains: padding and the first token.
 
         Returns:
             (B, H, N, D).
@@ -99,7 +100,7 @@ class LongformerAttention(Attention):
         queries = queries.flatten(0, 1).transpose(1, 2)
         offset = torch.arange(3 * width, device=q.device) - torch.arange(width, device=q.device)[:, None]
         band = (offset >= 0) & (offset <= 2 * width)
-        near = F.pad(is_visible, (width, width + tail)).unfold(1, 3 * width, width)  # (B, blocks, 3 w)
+        near = F.pad(~excluded, (width, width + tail)).unfold(1, 3 * width, width)  # (B, blocks, 3 w)
         allowed = F.pad(near[:, :, None, :] & band, (0, 1), value=True)
         out = F.scaled_dot_product_attention(
             queries,

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.landmarks import Landmarks, iterative_pinv
@@ -55,29 +56,29 @@ class NystromAttention(Attention):
         if width:
             self.conv = nn.Conv2d(num_heads, num_heads, (width, 1), groups=num_heads, bias=False)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        q, k, v = clear_padding(q, k, v, key_padding_mask)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        q, k, v = clear_padding(q, k, v, context.padding)
         if q.shape[2] <= self.config.landmarks:
-            out = softmax_attention(q, k, v, key_padding_mask)
+            out = softmax_attention(q, k, v, context.padding)
         else:
-            out = self._landmark_attention(q, k, v, key_padding_mask)
+            out = self._landmark_attention(q, k, v, context.padding)
         if self.conv is None:
             return out
         return out + self._convolve(v, self.conv.weight)
 
-    def _landmark_attention(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    def _landmark_attention(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> Tensor:
         """Compute P v without the convolution, for tensors with more tokens than landmarks.
 
         A sequence with at most `landmarks` non-padding tokens still gets exact softmax attention.
 
         Args:
             q, k, v: (B, H, N, D), with finite values at padding.
-            key_padding_mask: bool (B, N), True = padded, or None.
+            padding: bool (B, N), True = padded, or None.
 
         Returns:
             (B, H, N, D).
         """
-        landmarks = Landmarks(q.shape[2], self.config.landmarks, key_padding_mask, q.device)
+        landmarks = Landmarks(q.shape[2], self.config.landmarks, padding, q.device)
         q_mean = landmarks.means(q)
         k_mean = landmarks.means(k)
         # The inverse amplifies rounding errors, so it and its product are computed in float32 in half precision, too.
@@ -85,7 +86,7 @@ class NystromAttention(Attention):
         with torch.autocast(q.device.type, enabled=False):
             scores = (q_mean.to(dtype) * self.head_dim**-0.5) @ k_mean.to(dtype).mT
             inverse = iterative_pinv(scores.softmax(dim=-1), self.config.iterations)
-            values = inverse @ softmax_attention(q_mean, k, v, key_padding_mask).to(dtype)
+            values = inverse @ softmax_attention(q_mean, k, v, padding).to(dtype)
         values = values.to(v.dtype)
         if landmarks.padding is not None:
             # The landmarks of a short sequence are its tokens. With their values, P is the exact softmax.

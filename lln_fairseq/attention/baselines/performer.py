@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops import reference
 from lln_fairseq.ops.dtypes import compute_dtype
@@ -49,26 +50,26 @@ class PerformerAttention(Attention):
         self.forwards = 0
         self.register_buffer("projection", self._draw_projection())
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        out = random_feature_attention(q, k, v, self.omega(q.dtype), key_padding_mask)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        out = random_feature_attention(q, k, v, self.omega(q.dtype), context.padding)
         # Passes are counted after the computation and only with gradients: fairseq's activation checkpointing runs
         # every forward pass once without and once with gradients, and both must see the same features.
         if self.training and torch.is_grad_enabled():
             self._count_forward()
         return out
 
-    def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        phi_q, phi_k = self.feature_maps(q, k, key_padding_mask)
-        return reference.kernel_matrix(phi_q, phi_k, key_padding_mask)
+    def attention_matrix(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        phi_q, phi_k = self.feature_maps(q, k, context)
+        return reference.kernel_matrix(phi_q, phi_k, context.padding)
 
-    def feature_maps(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def feature_maps(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor]:
         """Return features of the queries and of the keys, each (B, H, N, M), that give the same P as φ.
 
         They are φ times factors that cancel in P: one for each query and one for each feature. These keep the features
         from overflowing.
         """
         log_phi_q, log_phi_k = log_features(q, k, self.omega(q.dtype))
-        return balanced_features(log_phi_q, log_phi_k, key_padding_mask)
+        return balanced_features(log_phi_q, log_phi_k, context.padding)
 
     def omega(self, dtype: torch.dtype) -> Tensor:
         """Return a copy of ω / D^¼ as (D, M), in float64 if `dtype` is float64 and otherwise in float32.

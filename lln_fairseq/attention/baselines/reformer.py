@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.padding import clear_padding, explicit_mask
@@ -50,9 +51,9 @@ class ReformerAttention(Attention):
         # The seed is saved instead of R, because a model for another length has another number of directions.
         self.register_buffer("rotations", self._draw_rotations(), persistent=False)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        q, k, v = clear_padding(q, k, v, key_padding_mask)
-        padding = explicit_mask(key_padding_mask, q)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        q, k, v = clear_padding(q, k, v, context.padding)
+        padding = explicit_mask(context.padding, q)
         rotations = self.rotations
         if self.training:
             rotations = torch.randn_like(self.rotations)

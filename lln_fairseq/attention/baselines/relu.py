@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.registry import Attention, register_attention
 from lln_fairseq.ops.dtypes import compute_dtype, without_autocast
 from lln_fairseq.ops.padding import clear_padding
@@ -21,15 +22,15 @@ class ScoreKernelAttention(Attention):
     """
 
     @without_autocast
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        q, k, v = clear_padding(q, k, v, key_padding_mask)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        q, k, v = clear_padding(q, k, v, context.padding)
         dtype = compute_dtype(v.dtype)
         values = v.to(dtype)
         weights = self.kernel(q.to(dtype) @ k.to(dtype).mT)
         num_real: int | Tensor = v.shape[-2]
-        if key_padding_mask is not None:
-            weights = weights.masked_fill(key_padding_mask[:, None, None, :], 0.0)
-            num_real = (~key_padding_mask).sum(dim=1).clamp(min=1)[:, None, None, None]
+        if context.padding is not None:
+            weights = weights.masked_fill(context.padding[:, None, None, :], 0.0)
+            num_real = (~context.padding).sum(dim=1).clamp(min=1)[:, None, None, None]
         total = weights.sum(dim=-1, keepdim=True)
         is_empty = total == 0
         out = F.dropout(weights, self.active_dropout) @ values / total.masked_fill(is_empty, 1.0)

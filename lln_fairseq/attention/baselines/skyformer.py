@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.landmarks import iterative_pinv
@@ -47,7 +48,7 @@ class SkyformerAttention(Attention):
         if config.gamma <= 0:
             raise ValueError(f"gamma must be positive, got {config.gamma}")
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         out_dtype = v.dtype
         dtype = compute_dtype(out_dtype)
         scale = self.head_dim**-0.25
@@ -55,23 +56,23 @@ class SkyformerAttention(Attention):
             q = q.to(dtype) * scale
             k = k.to(dtype) * scale
             v = v.to(dtype)
-            q, k, v = clear_padding(q, k, v, key_padding_mask)
-            index = self.landmark_positions(q, key_padding_mask)[:, None, :, None]
+            q, k, v = clear_padding(q, k, v, context.padding)
+            index = self.landmark_positions(q, context.padding)[:, None, :, None]
             index = index.expand(-1, self.num_heads, -1, self.head_dim)
             landmarks = torch.cat([q.gather(2, index), k.gather(2, index)], dim=2)
             kernel = gaussian_kernel(landmarks, landmarks)
             kernel = kernel + self.config.gamma * torch.eye(kernel.shape[-1], dtype=dtype, device=q.device)
             inverse_root = kernel.sum(dim=-1, keepdim=True).rsqrt()
             inverse = iterative_pinv(inverse_root * kernel * inverse_root.mT, self.config.iterations)
-            context = inverse_root * (inverse @ (inverse_root * (gaussian_kernel(landmarks, k) @ v)))
-            return (gaussian_kernel(q, landmarks) @ context).to(out_dtype)
+            weighted = inverse_root * (inverse @ (inverse_root * (gaussian_kernel(landmarks, k) @ v)))
+            return (gaussian_kernel(q, landmarks) @ weighted).to(out_dtype)
 
-    def landmark_positions(self, q: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    def landmark_positions(self, q: Tensor, padding: Tensor | None = None) -> Tensor:
         """Choose the positions whose queries and keys are the landmarks, one in each segment of the sequence.
 
         Args:
             q: (B, H, N, D); only the shape and the device matter.
-            key_padding_mask: bool (B, N), True = padded, or None.
+            padding: bool (B, N), True = padded, or None.
 
         Returns:
             The positions, int64 (B, landmarks), in ascending order. During training each is random within its segment,
@@ -84,10 +85,10 @@ class SkyformerAttention(Attention):
         if self.training:
             offset = torch.rand(batch, num_landmarks, device=q.device)
         fraction = (torch.arange(num_landmarks, device=q.device) + offset) / num_landmarks
-        if key_padding_mask is None:
+        if padding is None:
             return (fraction * length).long().clamp(max=length - 1).expand(batch, -1)
-        num_real = (~key_padding_mask).sum(dim=1, keepdim=True)
-        real_first = key_padding_mask.to(torch.uint8).argsort(dim=1, stable=True)
+        num_real = (~padding).sum(dim=1, keepdim=True)
+        real_first = padding.to(torch.uint8).argsort(dim=1, stable=True)
         return real_first.gather(1, (fraction * num_real).long().minimum(num_real - 1).clamp(min=0))
 
 

@@ -87,12 +87,12 @@ class GatedToeplitzUnit(nn.Module):
         self.out_proj = nn.Linear(EXPANSION * dim, dim)
         self.rpe = RelativePositionEncoder(config, EXPANSION * dim)
 
-    def forward(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
         """Normalize the tokens and apply the unit, without the residual connection.
 
         Args:
             x: tokens (B, N, d).
-            key_padding_mask: bool (B, N), True = padded, or None.
+            padding: bool (B, N), True = padded, or None.
 
         Returns:
             (B, N, d).
@@ -100,8 +100,8 @@ class GatedToeplitzUnit(nn.Module):
         x = rms_norm(x)
         gate = F.silu(self.gate_proj(x))
         v = F.silu(self.value_proj(x))
-        if key_padding_mask is not None:
-            v = v.masked_fill(key_padding_mask[:, :, None], 0.0)
+        if padding is not None:
+            v = v.masked_fill(padding[:, :, None], 0.0)
         mixed = toeplitz_product(self.mixing_weights(x.shape[1], x.device), v)
         return self.out_proj(F.dropout(gate * mixed, self.activation_dropout, self.training))
 
@@ -133,7 +133,7 @@ class GatedLinearUnit(nn.Module):
         self.value_proj = nn.Linear(dim, dim)
         self.out_proj = nn.Linear(dim, dim)
 
-    def forward(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
         """Normalize the tokens x (B, N, d) and apply the unit to each of them, without the residual connection.
 
         The mask is ignored, since no token influences another. The result is (B, N, d).

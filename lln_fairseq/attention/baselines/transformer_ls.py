@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.padding import clear_padding, explicit_mask
@@ -47,11 +48,11 @@ class TransformerLSAttention(Attention):
         self.long_norm = nn.LayerNorm(num_heads * head_dim)  # LN_L
         self.short_norm = nn.LayerNorm(num_heads * head_dim)  # LN_S
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         if not q.numel():
             return torch.zeros_like(v)
-        q, k, v = clear_padding(q, k, v, key_padding_mask)
-        padding = explicit_mask(key_padding_mask, q)
+        q, k, v = clear_padding(q, k, v, context.padding)
+        padding = explicit_mask(context.padding, q)
         mixing = self._mixing_weights(k, padding)
         k = _norm_over_heads(self.long_norm, k)
         v = _norm_over_heads(self.long_norm, v)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
+from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops.dtypes import compute_dtype, without_autocast
 from lln_fairseq.ops.padding import clear_padding
@@ -61,22 +62,22 @@ class TransNormerAttention(Attention):
         self.has_matrix = self.is_local and self.local_has_matrix
         self.rows_sum_to_one = self.has_matrix
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        q, k, v = clear_padding(q, k, v, key_padding_mask)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        q, k, v = clear_padding(q, k, v, context.padding)
         if self.is_local:
-            return self.local_attention(q, k, v, key_padding_mask)
-        return norm_attention(q, k, v, self.features, key_padding_mask)
+            return self.local_attention(q, k, v, context.padding)
+        return norm_attention(q, k, v, self.features, context.padding)
 
     def features(self, x: Tensor) -> Tensor:
         """Compute φ of NormAttention elementwise, for queries or keys x (B, H, N, D) in float32 or float64."""
         raise NotImplementedError
 
-    def local_attention(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    def local_attention(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> Tensor:
         """Compute DiagAttention, which is attention within blocks of tokens.
 
         Args:
             q, k, v: (B, H, N, D). The keys and values of padding are 0.
-            key_padding_mask: bool (B, N), True = padded, or None.
+            padding: bool (B, N), True = padded, or None.
 
         Returns:
             (B, H, N, D).
@@ -95,20 +96,20 @@ class TransNormerT1Attention(TransNormerAttention):
     def features(self, x: Tensor) -> Tensor:
         return F.elu(x)
 
-    def local_attention(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    def local_attention(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> Tensor:
         return block_relu_attention(q, k, v, self.config.block_size, self.active_dropout)
 
 
 @without_autocast
 def norm_attention(
-    q: Tensor, k: Tensor, v: Tensor, features: Callable[[Tensor], Tensor], key_padding_mask: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, features: Callable[[Tensor], Tensor], padding: Tensor | None
 ) -> Tensor:
     """Compute NormAttention, RMSNorm(φ(q) (φ(k)ᵀ v)), in linear time. The norm is over all heads of a token.
 
     Args:
         q, k, v: (B, H, N, D). v is 0 at padding.
         features: φ, elementwise. It is called with float32 tensors, or with float64 tensors if v is float64.
-        key_padding_mask: bool (B, N), True = padded, or None. φ(k) is set to 0 at padding.
+        padding: bool (B, N), True = padded, or None. φ(k) is set to 0 at padding.
 
     Returns:
         (B, H, N, D) in the dtype of v.
@@ -116,8 +117,8 @@ def norm_attention(
     dtype = compute_dtype(v.dtype)
     phi_q = features(q.to(dtype))
     phi_k = features(k.to(dtype))
-    if key_padding_mask is not None:
-        phi_k = phi_k.masked_fill(key_padding_mask[:, None, :, None], 0.0)
+    if padding is not None:
+        phi_k = phi_k.masked_fill(padding[:, None, :, None], 0.0)
     return rms_norm_over_heads(phi_q @ (phi_k.mT @ v.to(dtype))).to(v.dtype)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lln_fairseq.attention.baselines.elu import elu_plus_one
 from lln_fairseq.attention.baselines.transnormer_t1 import TransNormerAttention, TransNormerConfig
+from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.registry import register_attention
 from lln_fairseq.ops import reference
 from lln_fairseq.ops.block_diag import block_diag_attention
@@ -24,11 +25,11 @@ class TransNormerT2Attention(TransNormerAttention):
     def features(self, x: Tensor) -> Tensor:
         return elu_plus_one(x)
 
-    def local_attention(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        return block_diag_attention(q, k, v, key_padding_mask, self.config.block_size, self.active_dropout)
+    def local_attention(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> Tensor:
+        return block_diag_attention(q, k, v, padding, self.config.block_size, self.active_dropout)
 
-    def attention_matrix(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    def attention_matrix(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         """Compute P in a layer with DiagAttention. In a layer with NormAttention, raise ValueError."""
         if not self.is_local:
-            return super().attention_matrix(q, k, key_padding_mask)
-        return reference.block_diag_matrix(q, k, self.config.block_size, key_padding_mask)
+            return super().attention_matrix(q, k, context)
+        return reference.block_diag_matrix(q, k, self.config.block_size, context.padding)

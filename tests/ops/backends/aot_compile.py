@@ -25,10 +25,10 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from lln_fairseq.ops.autograd import hybrid_attention
-from lln_fairseq.ops.backends import HybridSpec
+from lln_fairseq.ops.backends import AVERAGE, JOINT, LLN, Inputs, Spec
 from lln_fairseq.ops.backends import triton as backend
 from lln_fairseq.ops.backends.triton import launch
+from lln_fairseq.ops.dispatch import attend
 
 
 class CompileOnlyDriver:
@@ -91,25 +91,23 @@ def inputs(length, dim, dtype):
 def cases(dim, dtype):
     """Return functions that launch kernels, by name: long sequences take several splits, short ones a single one."""
 
-    def run_forward_and_backward(length, spec):
-        out = hybrid_attention(*inputs(length, dim, dtype), spec, "triton")
+    def run_forward_and_backward(length, spec, offset=None):
+        q, k, v, alpha, beta, padding = inputs(length, dim, dtype)
+        seed = torch.ones(1, dtype=torch.int64) if spec.dropout else None
+        out = attend(spec, Inputs(q, k, v, alpha, beta, offset, padding, seed=seed), "triton")
         out.backward(torch.empty_like(out))
 
     def lln(*lengths):
         for length in lengths:
-            run_forward_and_backward(length, HybridSpec(1.0, 0.0))
+            run_forward_and_backward(length, Spec(LLN))
 
     def diag(*lengths, block_size=dim, dropout=0.0):
-        seed = torch.ones(1, dtype=torch.int64) if dropout else None
         for length in lengths:
-            run_forward_and_backward(length, HybridSpec(0.5, 0.5, block_size, dropout, seed))
+            run_forward_and_backward(length, Spec(AVERAGE, block_size, dropout))
 
     def joint(*lengths, block_size=dim, dropout=0.0):
-        seed = torch.ones(1, dtype=torch.int64) if dropout else None
-        offset = torch.empty(2, 3)
         for length in lengths:
-            spec = HybridSpec(1.0, 1.0, block_size, dropout, seed, joint=True, offset=offset)
-            run_forward_and_backward(length, spec)
+            run_forward_and_backward(length, Spec(JOINT, block_size, dropout), torch.empty(2, 3))
 
     def moments(*lengths):
         for length in lengths:

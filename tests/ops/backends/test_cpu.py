@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lln_fairseq.ops.autograd import hybrid_attention
-from lln_fairseq.ops.backends import HybridSpec, choose_backend, cpu
+from lln_fairseq.ops import dispatch
+from lln_fairseq.ops.backends import DIAG, LLN, Inputs, Spec, cpu
 from lln_fairseq.ops.backends.cpu import compile
 from lln_fairseq.ops.backends.cpu.compile import load_library
+from lln_fairseq.ops.dispatch import choose_backend
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from lln_fairseq.ops.moment_matching import match_moments
 from tests.helpers import FLOAT32_FORWARD, random_padding, random_qkv, relative_rms
@@ -31,9 +32,8 @@ from tests.ops.mixes import (
     output_and_gradients,
 )
 
-unsupported_reason = cpu.is_supported(torch.empty(1, 1, 1, 64))
+unsupported_reason = cpu.reason_against(Spec(LLN), torch.empty(1, 1, 1, 64))
 needs_compiler = pytest.mark.skipif(unsupported_reason is not None, reason=str(unsupported_reason))
-ZEROS = torch.zeros(2, 2)  # α and β of calls without LLN
 
 
 # ---- numbers ----
@@ -84,8 +84,8 @@ def test_dropout_differs_between_heads_blocks_and_seeds():
     v = torch.eye(64).repeat(2, 1).expand_as(q)  # the output is then the blocks' probabilities
     draws = []
     for seed in (1, 2, 2**40):
-        spec = HybridSpec(0.0, 1.0, 64, 0.5, seed)
-        draws.append(hybrid_attention(q, k, v, ZEROS, ZEROS, None, spec, "cpu") != 0)
+        tensors = Inputs(q, k, v, seed=torch.tensor([seed]))
+        draws.append(dispatch.attend(Spec(DIAG, 64, 0.5), tensors, "cpu") != 0)
 
     blocks = torch.stack(draws).reshape(-1, 64 * 64).double()
     correlations = torch.corrcoef(blocks) - torch.eye(len(blocks))
@@ -141,11 +141,12 @@ def test_narrower_vectors_equal_the_oracle(arch, monkeypatch, cache, compiler_ca
 def test_unsupported_inputs_are_named():
     q = torch.empty(1, 1, 4, 64)
     for unsupported, message in ((q.double(), "float32"), (q[..., :40], "not 40")):
-        assert message in cpu.is_supported(unsupported)
-        assert choose_backend("auto", unsupported) == "torch"
+        tensors = Inputs(unsupported, unsupported, unsupported)
+        assert message in cpu.reason_against(Spec(LLN), unsupported)
+        assert choose_backend("auto", Spec(LLN), tensors) == "torch"
         with pytest.raises(ValueError, match=f"backend 'cpu' cannot run here: .*{message}"):
-            choose_backend("cpu", unsupported)
-    assert "up to 256 tokens, not 257" in cpu.is_supported(q, block_size=257)
+            choose_backend("cpu", Spec(LLN), tensors)
+    assert "up to 256 tokens, not 257" in cpu.reason_against(Spec(DIAG, 257), q)
 
 
 # ---- compiling ----

@@ -7,9 +7,8 @@ there is a GPU.
 import pytest
 import torch
 
-from lln_fairseq.ops import reference
-from lln_fairseq.ops.autograd import hybrid_attention
-from lln_fairseq.ops.backends import HybridSpec, triton
+from lln_fairseq.ops import dispatch, reference
+from lln_fairseq.ops.backends import AVERAGE, LLN, Inputs, Spec, triton
 from lln_fairseq.ops.lln import lln_diag_attention
 from tests import helpers
 from tests.ops.mixes import (
@@ -27,7 +26,7 @@ native = pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
 # The interpreter computes bfloat16 wrongly.
 HALF = [torch.float16, pytest.param(torch.bfloat16, marks=[pytest.mark.gpu, native])]
 
-REASON = triton.is_supported(torch.empty(1, 1, 1, 64, device=DEVICE))
+REASON = triton.reason_against(Spec(LLN), torch.empty(1, 1, 1, 64, device=DEVICE))
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 every_mix = pytest.mark.parametrize("mix", TESTED_MIXES)
 
@@ -91,8 +90,9 @@ DROPOUT_P = 0.25
 
 def attention_with_seed(seed):
     """Return ½ (LLN + block-diagonal softmax) with dropout of that seed, as a function of q, k, v, α, β."""
-    spec = HybridSpec(0.5, 0.5, BLOCK_SIZE, DROPOUT_P, torch.tensor([seed], device=DEVICE))
-    return lambda *tensors: hybrid_attention(*tensors, None, spec, "triton")
+    spec = Spec(AVERAGE, BLOCK_SIZE, DROPOUT_P)
+    seed = torch.tensor([seed], device=DEVICE)
+    return lambda *tensors: dispatch.attend(spec, Inputs(*tensors, seed=seed), "triton")
 
 
 def read_dropout_mask(attention, shape, alpha, beta):
@@ -198,9 +198,9 @@ def test_moment_matching_is_finite_without_variance_and_without_tokens():
 def test_unsupported_tensors_are_rejected_with_a_reason():
     q = torch.zeros(1, 2, 8, 64, device=DEVICE)
 
-    assert triton.is_supported(q) is None
-    assert "float64" in triton.is_supported(q.double())
-    assert "48" in triton.is_supported(q[..., :48])
+    assert triton.reason_against(Spec(LLN), q) is None
+    assert "float64" in triton.reason_against(Spec(LLN), q.double())
+    assert "48" in triton.reason_against(Spec(LLN), q[..., :48])
     with pytest.raises(ValueError, match="blocks of 16 to 256 tokens, not 8"):
         lln_diag_attention(q, q, q, 1.0, 1.0, None, 8, backend="triton")
 

@@ -17,24 +17,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops.backends import HybridSpec
+from lln_fairseq.ops.backends import DIAG, JOINT, LLN, WEIGHTS, Inputs, Spec
 from lln_fairseq.ops.backends.cpu.compile import CannotCompile, load_library
-from lln_fairseq.ops.backends.pytorch import draw_seed
+from lln_fairseq.ops.dispatch import fresh_result, keep_threshold
 from lln_fairseq.ops.exchange import Exchange
-from lln_fairseq.ops.layout import fresh_result
 from lln_fairseq.ops.moment_matching import calibration_table
-from lln_fairseq.ops.scratch import reused_buffers
+from lln_fairseq.ops.scratch import THREAD
 
 SOURCE = Path(__file__).with_name("csrc") / "attention.c"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIMS = range(16, 257, 16)
 MAX_BLOCK_SIZE = 256
 TILE_SIZE = 64  # tokens per tile for a call without blocks; otherwise a tile is a block
+NUM_LOG_SUM_ROWS = 3  # of the states, after the D rows of S: L, and the maximum and the sum from which L is computed
 
 logger = logging.getLogger(__name__)
-
-__all__ = ["backward", "draw_seed", "empty_results", "empty_saved", "forward", "is_supported", "match_moments"]
-
 
 VIEWS = ("q", "k", "v", "out", "grad_q", "grad_k", "grad_v")
 POINTERS = ("padding", "alpha", "beta", "states", "grad_alpha", "grad_beta", "offset", "grad_offset", "exchanged")
@@ -42,7 +39,7 @@ POINTERS = ("padding", "alpha", "beta", "states", "grad_alpha", "grad_beta", "of
 # fields are packed at once, because Python takes a tenth of the time of a call for 512 tokens.
 FIELDS = [
     *(("q", name) for name in ("batches", "heads", "tokens", "tile_size", "threads")),
-    *(("q", name) for name in ("state_rows", "keep_threshold", "joint", "max_global")),
+    *(("q", name) for name in ("keep_threshold", "joint", "max_global")),
     ("Q", "seed"),
     ("d", "lln_weight"),
     ("d", "diag_weight"),
@@ -58,17 +55,14 @@ for _view in VIEWS:
 _PROBLEM = struct.Struct("".join(kind for kind, _ in FIELDS))
 
 
-def is_supported(q: Tensor, block_size: int | None = None, max_global_tokens: int = 0) -> str | None:
-    """Return None if the kernels can run on tensors like q, otherwise a sentence; see `Backend.is_supported`.
-
-    The first call for a head dimension compiles the kernels, or loads them from the cache directory.
-    """
+def reason_against(spec: Spec, q: Tensor) -> str | None:
+    """See `Backend.reason_against`. The first call for a D compiles the kernels, or loads them from the cache."""
     if q.device.type != "cpu" or q.dtype not in DTYPES:
         return f"The CPU kernels support float32, bfloat16 and float16 on a CPU, not {q.dtype} on {q.device.type}."
     if q.shape[-1] not in HEAD_DIMS:
         return f"The CPU kernels support head dims that are multiples of 16 up to 256, not {q.shape[-1]}."
-    if block_size is not None and block_size > MAX_BLOCK_SIZE:
-        return f"The CPU kernels support blocks of up to {MAX_BLOCK_SIZE} tokens, not {block_size}."
+    if spec.form != LLN and spec.block_size > MAX_BLOCK_SIZE:
+        return f"The CPU kernels support blocks of up to {MAX_BLOCK_SIZE} tokens, not {spec.block_size}."
     library = _load_kernels(q.shape[-1])
     return library if isinstance(library, str) else None
 
@@ -91,27 +85,13 @@ def _load_kernels(dim: int) -> ctypes.CDLL | str:
 
 @functools.cache
 def _scratch_floats(dim: int, tile_size: int, max_global: int) -> int:
-    """Return the number of floats of scratch memory that one thread needs.
-
-    Args:
-        dim: D.
-        tile_size: tokens per tile.
-        max_global: an upper bound of the number of global tokens of a sequence.
-    """
+    """Return the number of floats of scratch memory that one thread needs."""
     library = _load_kernels(dim)
-    assert isinstance(library, ctypes.CDLL)  # the caller has checked is_supported
+    assert isinstance(library, ctypes.CDLL)  # reason_against has been asked before
     return library.scratch_floats(tile_size, max_global)
 
 
 _threads_started = False  # True once a kernel has used several threads, in this process or the one it was forked from
-
-
-def _num_threads() -> int:
-    """Return torch's number of threads, which the next kernel uses. If it is above 1, set `_threads_started`."""
-    global _threads_started
-    threads = torch.get_num_threads()
-    _threads_started |= threads > 1
-    return threads
 
 
 def _use_one_thread_after_fork() -> None:
@@ -126,22 +106,12 @@ def _use_one_thread_after_fork() -> None:
 os.register_at_fork(after_in_child=_use_one_thread_after_fork)
 
 
-def _scratch(floats: int) -> Tensor:
-    """Return a float32 vector with at least this number of elements and undefined contents.
-
-    All calls from the same Python thread get the same memory.
-    """
-    buffers = reused_buffers(torch.float32)
-    if "cpu kernels" not in buffers or buffers["cpu kernels"].numel() < floats:
-        buffers["cpu kernels"] = torch.empty(floats, dtype=torch.float32, device="cpu")
-    return buffers["cpu kernels"]
-
-
 def _call_kernel(
     function: str,
-    spec: HybridSpec,
+    spec: Spec,
     views: Sequence[Tensor],
     pointers: Sequence[Tensor | None],
+    inputs: Inputs,
     table: Sequence[Tensor] | None = None,
 ) -> None:
     """Call a function of csrc/attention.c. It writes its results into tensors among `views` and `pointers`.
@@ -150,21 +120,33 @@ def _call_kernel(
         function: the name of the function, such as "forward".
         spec: the settings of the call.
         views: tensors (B, H, N, D) with contiguous features, in the order of VIEWS. Trailing tensors may be missing.
-        pointers: contiguous tensors or None, in the order of POINTERS. Trailing tensors may be missing.
+        pointers: tensors or None, in the order of POINTERS. Trailing tensors may be missing. The kernel reads
+            contiguous copies of tensors that are not contiguous.
+        inputs: the inputs of the call, for the number of global tokens and the seed.
         table: the calibration table with which the kernel computes α and β, or None if α and β are inputs.
     """
+    global _threads_started
     batch, heads, tokens, dim = views[0].shape
-    tile_size = TILE_SIZE
-    if spec.diag_weight:
-        tile_size = max(1, min(spec.block_size, tokens))
-    threads = _num_threads()
-    scratch = _scratch(threads * _scratch_floats(dim, tile_size, spec.max_global_tokens))
-    values: list[float] = [batch, heads, tokens, tile_size, threads, _state_rows(dim, spec)]
-    values += [spec.keep_threshold if spec.dropout_p else 0, spec.joint, spec.max_global_tokens, int(spec.seed or 0)]
-    values += [spec.lln_weight, spec.diag_weight]
-    values += [0 if x is None else x.data_ptr() for x in pointers]
+    tile_size = TILE_SIZE if spec.form == LLN else max(1, min(spec.block_size, tokens))
+    threads = torch.get_num_threads()
+    _threads_started |= threads > 1
+    floats = threads * _scratch_floats(dim, tile_size, spec.max_global)
+    scratch = getattr(THREAD, "cpu_kernels", None)  # all calls from the same Python thread get the same memory
+    if scratch is None or scratch.numel() < floats:
+        scratch = torch.empty(floats, dtype=torch.float32, device="cpu")
+        THREAD.cpu_kernels = scratch
+    threshold = 0
+    seed = 0
+    if spec.dropout:
+        threshold = keep_threshold(spec.dropout)
+        seed = int(inputs.seed)  # type: ignore[arg-type]
+    values: list[float] = [batch, heads, tokens, tile_size, threads]
+    values += [threshold, spec.form == JOINT, spec.max_global, seed, *WEIGHTS[spec.form]]
+    contiguous = [None if x is None else x.contiguous() for x in pointers]  # keeps copies alive until the call ends
+    for x in contiguous:
+        values.append(0 if x is None else x.data_ptr())
     values += [0] * (len(POINTERS) - len(pointers))
-    values.append(0 if spec.global_tokens is None else spec.global_tokens.data_ptr())
+    values.append(0 if inputs.global_counts is None else inputs.global_counts.data_ptr())
     values.append(scratch.data_ptr())
     if table is None:
         values += [0, 0, 0]
@@ -176,17 +158,6 @@ def _call_kernel(
     getattr(_load_kernels(dim), function)(_PROBLEM.pack(*values))
 
 
-def _state_rows(dim: int, spec: HybridSpec) -> int:
-    """Return the number of rows of D numbers that `forward` saves for each head.
-
-    These are S (D rows) and L (1 row). For the joint form or with an exchange, two more rows follow: the maximum and
-    the sum from which L is computed.
-    """
-    if spec.joint or spec.exchange:
-        return dim + 3
-    return dim + 1
-
-
 def _with_contiguous_features(x: Tensor) -> Tensor:
     """Return x if its last dimension has stride 1, otherwise a contiguous copy."""
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -194,49 +165,59 @@ def _with_contiguous_features(x: Tensor) -> Tensor:
 
 def _readable(x: Tensor) -> Tensor:
     """Return x in float32 and with contiguous features, as the kernels read it; x itself if it is so already."""
-    return _with_contiguous_features(x).float()
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    return x.float()
 
 
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
+def allocate(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """See `Backend.allocate`."""
+    results = [fresh_result(_with_contiguous_features(x)) for x in (q, k, v)]
+    return results, _empty_states(spec, q)
+
+
+def _empty_states(spec: Spec, q: Tensor) -> Sequence[Tensor]:
+    """Return an uninitialized tensor for the states of all heads, (B, H, D + 3, D); none without LLN.
+
+    The rows are S (D rows), L, and the maximum and the sum from which L is computed.
+    """
+    if spec.form == DIAG:
+        return ()
+    batch, heads, _, dim = q.shape
+    return (q.new_empty(batch, heads, dim + NUM_LOG_SUM_ROWS, dim, dtype=torch.float32),)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, spec: HybridSpec
-) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
-    """Compute hybrid attention; see `Backend.forward`.
-
-    If alpha or beta is None, the kernel computes both by moment matching, for each head right before its attention.
-    """
-    dtype = q.dtype
-    q, k, v = (_readable(x) for x in (q, k, v))
-    batch, heads, _, dim = q.shape
-    out = fresh_result(q)
-    (states,) = empty_saved(q, spec)
+    spec: Spec, inputs: Inputs, exchange: Exchange | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None, Sequence[Tensor]]:
+    """See `Backend.forward`. The kernel matches the moments of each head right before its attention."""
+    q = _readable(inputs.q)
+    k = _readable(inputs.k)
+    v = _readable(inputs.v)
+    alpha = inputs.alpha
+    beta = inputs.beta
     table = None
-    if alpha is None or beta is None:
-        alpha = q.new_empty(batch, heads)
-        beta = q.new_empty(batch, heads)
-        table = calibration_table(dim)
+    if spec.matched:
+        alpha = q.new_empty(q.shape[:2])
+        beta = q.new_empty(q.shape[:2])
+        table = calibration_table(q.shape[3])
+    out = fresh_result(q)
+    saved = _empty_states(spec, q)
+    states = saved[0] if saved else None
     views = (q, k, v, out)
-    offset = _contiguous(spec.offset)
-    pointers = (_contiguous(mask), alpha.contiguous(), beta.contiguous(), states, None, None, offset)
-    if spec.exchange is None:
-        _call_kernel("forward", spec, views, pointers, table)
+    pointers = (inputs.padding, alpha, beta, states, None, None, inputs.offset)
+    if exchange is None:
+        _call_kernel("forward", spec, views, pointers, inputs, table)
     else:
-        _call_kernel("forward_keys", spec, views, pointers)
-        _merge_states(states, spec.exchange)
-        _call_kernel("forward_queries", spec, views, pointers)
-    return out.to(dtype), alpha, beta, (states,)
+        assert states is not None
+        _call_kernel("forward_keys", spec, views, pointers, inputs)
+        _merge_states(states, exchange)
+        _call_kernel("forward_queries", spec, views, pointers, inputs)
+    return out.to(inputs.q.dtype), alpha, beta, saved
 
 
 def _merge_states(states: Tensor, exchange: Exchange) -> None:
-    """Replace S and L in `states` by their values for the keys of all workers, in place.
-
-    Args:
-        states: the state of this worker's keys, (B, H, D + 3, D), with rows as in `_state_rows`. The last two rows, the
-            maximum and the sum, keep the values of this worker.
-    """
+    """Replace S and L in `states` (B, H, D + 3, D) by their values for the keys of all workers, in place."""
     dim = states.shape[-1]
     state, log_sum, key_max, key_sum = states.split((dim, 1, 1, 1), dim=2)
     merged_max, merged_sum, merged_state = exchange.merge_states(key_max[:, :, 0], key_sum[:, :, 0], state)
@@ -246,55 +227,40 @@ def _merge_states(states: Tensor, exchange: Exchange) -> None:
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    mask: Tensor | None,
-    spec: HybridSpec,
+    spec: Spec,
+    inputs: Inputs,
     saved: Sequence[Tensor],
     grad: Tensor,
     needed: Sequence[bool],
+    exchange: Exchange | None = None,
 ) -> Sequence[Tensor | None]:
-    """Compute the gradients of q, k, v, α, β and the offset; see `Backend.backward`."""
-    dtype = q.dtype
-    views = [_readable(x) for x in (q, k, v, grad)]
+    """See `Backend.backward`."""
+    dtype = inputs.q.dtype
+    views = [_readable(x) for x in (inputs.q, inputs.k, inputs.v, grad)]
     grads = [fresh_result(x) for x in views[:3]]
-    alpha = alpha.contiguous()
-    beta = beta.contiguous()
-    grad_alpha, grad_beta, grad_offset = (torch.empty_like(alpha) if is_needed else None for is_needed in needed)
-    batch, heads, _, dim = q.shape
-    pointers = [_contiguous(mask), alpha, beta, *saved, grad_alpha, grad_beta, _contiguous(spec.offset), grad_offset]
-    if spec.exchange is None:
-        _call_kernel("backward", spec, [*views, *grads], pointers)
+    batch, heads, _, dim = views[0].shape
+    grad_scalars = [views[0].new_empty(batch, heads) if is_needed else None for is_needed in needed]
+    grad_alpha, grad_beta, grad_offset = grad_scalars
+    states = saved[0] if saved else None
+    pointers = [inputs.padding, inputs.alpha, inputs.beta, states, grad_alpha, grad_beta, inputs.offset, grad_offset]
+    if exchange is None:
+        _call_kernel("backward", spec, [*views, *grads], pointers, inputs)
     else:
         exchanged = views[0].new_empty(batch, heads, dim + 1, dim)  # dS and g
         pointers.append(exchanged)
-        _call_kernel("backward_queries", spec, [*views, *grads], pointers)
+        _call_kernel("backward_queries", spec, [*views, *grads], pointers, inputs)
         parts = exchanged.split((dim, 1), dim=2)
-        for part, total in zip(parts, spec.exchange.sum(*parts), strict=True):
+        for part, total in zip(parts, exchange.sum(*parts), strict=True):
             part.copy_(total)
-        _call_kernel("backward_keys", spec, [*views, *grads], pointers)
-    return *(x.to(dtype) for x in grads), grad_alpha, grad_beta, grad_offset
+        _call_kernel("backward_keys", spec, [*views, *grads], pointers, inputs)
+    return *(x.to(dtype) for x in grads), *grad_scalars
 
 
-def empty_results(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-    """Return uninitialized tensors for the gradients of q, k and v; see `Backend.empty_results`."""
-    return [fresh_result(_with_contiguous_features(x)) for x in (q, k, v)]
-
-
-def empty_saved(q: Tensor, spec: HybridSpec) -> Sequence[Tensor]:
-    """Return one uninitialized tensor for the states of all heads, (B, H, rows, D), with rows as in `_state_rows`."""
-    batch, heads, _, dim = q.shape
-    return (q.new_empty(batch, heads, _state_rows(dim, spec), dim, dtype=torch.float32),)
-
-
-def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Compute α and β (B, H) by moment matching; see `Backend.match_moments`."""
+def match_moments(q: Tensor, k: Tensor, padding: Tensor | None, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """See `Backend.match_moments`."""
     views = (_readable(q), _readable(k))
     alpha = views[0].new_empty(*q.shape[:2])
     beta = views[0].new_empty(*q.shape[:2])
-    lln_only = HybridSpec(lln_weight=1.0, diag_weight=0.0)
-    _call_kernel("match_moments", lln_only, views, (_contiguous(mask), alpha, beta), table)
+    inputs = Inputs(q, k, k)
+    _call_kernel("match_moments", Spec(LLN), views, (padding, alpha, beta), inputs, table)
     return alpha, beta

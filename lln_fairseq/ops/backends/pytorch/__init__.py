@@ -11,110 +11,122 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops.backends import HybridSpec
+from lln_fairseq.ops.backends import AVERAGE, DIAG, JOINT, Inputs, Spec
 from lln_fairseq.ops.backends.pytorch.block_diag import BlockDiagPasses
 from lln_fairseq.ops.backends.pytorch.call_context import CallContext, HeadGradients, HeadTensors
 from lln_fairseq.ops.backends.pytorch.joint import JointPasses
 from lln_fairseq.ops.backends.pytorch.lln import LLNPasses
 from lln_fairseq.ops.backends.pytorch.sharded import sharded_backward, sharded_forward
+from lln_fairseq.ops.dispatch import fresh_result
 from lln_fairseq.ops.dtypes import compute_dtype
-from lln_fairseq.ops.layout import fresh_result
+from lln_fairseq.ops.exchange import Exchange
 from lln_fairseq.ops.moment_matching import calibration_table, match_moments_pytorch
 
 
-def is_supported(q: Tensor, block_size: int | None = None, max_global_tokens: int = 0) -> str | None:
+def reason_against(spec: Spec, q: Tensor) -> str | None:
     """Return None: this backend supports everything."""
     return None
 
 
-def draw_seed(device: torch.device) -> int:
-    """Draw a seed from torch's global CPU generator, whatever the device is.
+def allocate(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """See `Backend.allocate`."""
+    return [fresh_result(x) for x in (q, k, v)], _empty_sums(spec, q)
 
-    So torch.manual_seed and activation checkpointing reproduce the seed.
+
+def _empty_sums(spec: Spec, q: Tensor) -> Sequence[Tensor]:
+    """Return uninitialized tensors for L (B·H, 1, D) and S (B·H, D, D), in the compute dtype of q; none without LLN.
+
+    For the joint form, two more tensors (B·H, 1, D) follow: the maximum max_j β k_j and the sum Σ_j exp(β k_j -
+    maximum), for which L = maximum + log sum.
     """
-    return int(torch.randint(2**31 - 1, (), device="cpu"))
+    if spec.form == DIAG:
+        return ()
+    batch, heads, _, dim = q.shape
+    shapes = [(1, dim), (dim, dim)]
+    if spec.form == JOINT:
+        shapes += [(1, dim), (1, dim)]
+    return [torch.empty(batch * heads, *shape, dtype=compute_dtype(q.dtype), device=q.device) for shape in shapes]
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, mask: Tensor | None, spec: HybridSpec
-) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
-    """Compute hybrid attention; see `Backend.forward`.
-
-    Returns: the output, α, β, and the tensors that `empty_saved` describes.
-    """
-    if alpha is None or beta is None:
-        alpha, beta = match_moments(q, k, mask, calibration_table(q.shape[-1], q.device))
-    call = CallContext(q, mask, spec)
+    spec: Spec, inputs: Inputs, exchange: Exchange | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None, Sequence[Tensor]]:
+    """See `Backend.forward`."""
+    q, k, v, alpha, beta, *_ = inputs
+    if spec.matched:
+        alpha, beta = match_moments(q, k, inputs.padding, calibration_table(q.shape[-1], q.device))
+    call = CallContext(spec, inputs)
     out = fresh_result(q)
-    saved = empty_saved(q, spec)
-    inputs = _flatten_heads(q, k, v)
-    flat_out = out.flatten(0, 1)
+    saved = _empty_sums(spec, q)
     heads = call.head_tensors(alpha, beta, saved)
-    if spec.exchange:
-        sharded_forward(call, inputs, heads, flat_out, spec.exchange)
+    flat_out = out.flatten(0, 1)
+    flat_inputs = [x.flatten(0, 1) for x in (q, k, v)]
+    if exchange is not None:
+        assert heads is not None
+        sharded_forward(call, flat_inputs, heads, flat_out, exchange)
     else:
         for group in call.groups:
-            _forward_group(call, group, inputs, heads, flat_out)
+            _forward_group(call, group, flat_inputs, heads, flat_out)
     return out, alpha, beta, saved
 
 
-def _forward_group(call: CallContext, group: slice, inputs: Sequence[Tensor], heads: HeadTensors, out: Tensor) -> None:
+def _forward_group(
+    call: CallContext, group: slice, inputs: Sequence[Tensor], heads: HeadTensors | None, out: Tensor
+) -> None:
     """Compute the output of one group of heads, and the tensors that the backward pass needs.
 
     Args:
         group: the slice of the heads.
         inputs: q, k and v of all heads, (B·H, N, D).
-        heads: the tensors of all heads. For the heads of the group, all of them except alpha, beta and offset are
-            overwritten, unless lln_weight is 0.
+        heads: the tensors of all heads, None without LLN. For the heads of the group, all of them except alpha, beta
+            and offset are overwritten.
         out: (B·H, N, D). The rows of the group are overwritten.
     """
     loaded = call.load_inputs(group, inputs)
     outputs = call.select(group, [out])
     buffers = call.output_buffers(outputs)
-    if call.spec.joint:
+    if heads is None:
+        buffers[0].zero_()
+        BlockDiagPasses(call, group).forward(loaded, buffers[0])
+    elif call.spec.form == JOINT:
         JointPasses(call, group, heads.select(group)).forward(loaded, buffers[0])
     else:
-        if call.spec.lln_weight:
-            LLNPasses(call, group, heads.select(group)).forward(loaded, buffers[0])
-        else:
-            buffers[0].zero_()
-        if call.spec.diag_weight:
+        LLNPasses(call, group, heads.select(group)).forward(loaded, buffers[0])
+        if call.spec.form == AVERAGE:
             BlockDiagPasses(call, group).forward(loaded, buffers[0])
     call.store_outputs(buffers, outputs)
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    mask: Tensor | None,
-    spec: HybridSpec,
+    spec: Spec,
+    inputs: Inputs,
     saved: Sequence[Tensor],
     grad: Tensor,
     needed: Sequence[bool],
+    exchange: Exchange | None = None,
 ) -> Sequence[Tensor | None]:
-    """Compute the gradients of q, k, v, α, β and the offset of the mix, in this order.
-
-    `needed` has three entries, for α, β and the offset. A gradient that is not needed can be None. `Backend.backward`
-    explains the arguments.
-    """
-    call = CallContext(q, mask, spec)
-    grads = empty_results(q, k, v)
-    scalar_grads = HeadGradients(*(_zeros_per_head(call) if is_needed else None for is_needed in needed))
-    inputs = _flatten_heads(q, k, v, grad)
-    flat_grads = _flatten_heads(*grads)
+    """See `Backend.backward`."""
+    q, k, v, alpha, beta, *_ = inputs
+    call = CallContext(spec, inputs)
+    grads = [fresh_result(x) for x in (q, k, v)]
+    scalars: list[Tensor | None] = []
+    for is_needed in needed:
+        empty = torch.zeros(call.heads, 1, 1, dtype=call.scratch.dtype, device=q.device)
+        scalars.append(empty if is_needed else None)
+    scalar_grads = HeadGradients(*scalars)
     heads = call.head_tensors(alpha, beta, saved)
-    if spec.exchange:
-        sharded_backward(call, inputs, heads, flat_grads, scalar_grads, spec.exchange)
+    flat_inputs = [x.flatten(0, 1) for x in (q, k, v, grad)]
+    flat_grads = [x.flatten(0, 1) for x in grads]
+    if exchange is not None:
+        assert heads is not None
+        sharded_backward(call, flat_inputs, heads, flat_grads, scalar_grads, exchange)
     else:
         for group in call.groups:
-            _backward_group(call, group, inputs, heads, flat_grads, scalar_grads)
+            _backward_group(call, group, flat_inputs, heads, flat_grads, scalar_grads)
     results: list[Tensor | None] = [*grads]
     for scalar_grad in scalar_grads:
         if scalar_grad is not None:
-            scalar_grad = scalar_grad.view(alpha.shape).to(alpha.dtype)
+            scalar_grad = scalar_grad.view(q.shape[:2])
         results.append(scalar_grad)
     return results
 
@@ -123,7 +135,7 @@ def _backward_group(
     call: CallContext,
     group: slice,
     inputs: Sequence[Tensor],
-    heads: HeadTensors,
+    heads: HeadTensors | None,
     grads: Sequence[Tensor],
     scalar_grads: HeadGradients,
 ) -> None:
@@ -139,47 +151,19 @@ def _backward_group(
     loaded = call.load_inputs(group, inputs)
     outputs = call.select(group, grads)
     buffers = call.output_buffers(outputs)
-    if call.spec.joint:
+    if heads is None:
+        for buffer in buffers:
+            buffer.zero_()
+        BlockDiagPasses(call, group).backward(loaded, buffers)
+    elif call.spec.form == JOINT:
         JointPasses(call, group, heads.select(group)).backward(loaded, buffers, scalar_grads)
     else:
-        if call.spec.lln_weight:
-            LLNPasses(call, group, heads.select(group)).backward(loaded, buffers, scalar_grads)
-        else:
-            for buffer in buffers:
-                buffer.zero_()
-        if call.spec.diag_weight:
+        LLNPasses(call, group, heads.select(group)).backward(loaded, buffers, scalar_grads)
+        if call.spec.form == AVERAGE:
             BlockDiagPasses(call, group).backward(loaded, buffers)
     call.store_outputs(buffers, outputs)
 
 
-def empty_results(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-    """Return uninitialized tensors for the gradients of q, k and v, with the layouts of q, k and v where possible."""
-    return [fresh_result(x) for x in (q, k, v)]
-
-
-def empty_saved(q: Tensor, spec: HybridSpec) -> Sequence[Tensor]:
-    """Return uninitialized tensors for L (B·H, 1, D) and S (B·H, D, D), in the compute dtype of q.
-
-    For the joint form, two more tensors (B·H, 1, D) follow: the maximum max_j β k_j and the sum Σ_j exp(β k_j -
-    maximum), for which L = maximum + log sum.
-    """
-    batch, heads, _, dim = q.shape
-    shapes = [(1, dim), (dim, dim)]
-    if spec.joint:
-        shapes += [(1, dim), (1, dim)]
-    return [torch.empty(batch * heads, *shape, dtype=compute_dtype(q.dtype), device=q.device) for shape in shapes]
-
-
-def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Compute α and β (B, H) by moment matching; see `Backend.match_moments`."""
-    return match_moments_pytorch(q, k, mask, table=table)
-
-
-def _zeros_per_head(call: CallContext) -> Tensor:
-    """Return zeros (B·H, 1, 1) in the compute dtype, on the device of the call."""
-    return torch.zeros(call.heads, 1, 1, dtype=call.scratch.dtype, device=call.scratch.device)
-
-
-def _flatten_heads(*tensors: Tensor) -> list[Tensor]:
-    """Reshape each tensor (B, H, N, D) to (B·H, N, D). The result is a view if the strides allow it."""
-    return [x.flatten(0, 1) for x in tensors]
+def match_moments(q: Tensor, k: Tensor, padding: Tensor | None, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """See `Backend.match_moments`."""
+    return match_moments_pytorch(q, k, padding, table=table)

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lln_fairseq.ops.backends import WEIGHTS
 from lln_fairseq.ops.backends.pytorch.call_context import CallContext
+from lln_fairseq.ops.dispatch import keep_threshold
 
 
 def softmax_backward(grad: Tensor, p: Tensor) -> Tensor:
@@ -36,12 +38,13 @@ class BlockDiagPasses:
         self.padding: Tensor | None = None
         if call.padding is not None:
             self.padding = call.padding[group].reshape(-1, 1, call.block_size)
-        self.keep_threshold = call.spec.keep_threshold
-        self.weight = call.spec.diag_weight
+        self.keep_threshold = keep_threshold(call.spec.dropout)
+        self.weight = WEIGHTS[call.spec.form][1]
         self.generator: torch.Generator | None = None
-        if call.spec.dropout_p > 0:
+        if call.spec.dropout > 0:
+            assert call.inputs.seed is not None
             # Each group has its own seed, so that forward and backward draw the same numbers.
-            self.generator = torch.Generator(call.scratch.device).manual_seed(call.spec.seed + group.start)
+            self.generator = torch.Generator(call.scratch.device).manual_seed(int(call.inputs.seed) + group.start)
             self.weight *= 2**16 / self.keep_threshold
 
     def forward(self, inputs: Sequence[Tensor], out: Tensor) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops.backends import HybridSpec
+from lln_fairseq.ops.backends import DIAG, JOINT, LLN, Inputs, Spec
 from lln_fairseq.ops.joint import count_global_keys, global_key_padding
 from lln_fairseq.ops.padding import clear_queries, explicit_mask
 from lln_fairseq.ops.scratch import Scratch, head_groups
@@ -52,52 +52,54 @@ class CallContext:
         scratch: the buffers for one group. Their length is the rounded-up N: N rounded up to a multiple of block_size.
         padding: bool (B·H, rounded-up N), True for padding tokens and beyond N. None if the call has no mask and N is a
             multiple of block_size.
-        has_mask: True if the call has a mask.
         global_padding: the result of `global_key_padding` for every head, bool (B·H, blocks, E). None if no block has
             global keys.
     """
 
-    def __init__(self, q: Tensor, mask: Tensor | None, spec: HybridSpec) -> None:
+    def __init__(self, spec: Spec, inputs: Inputs) -> None:
+        q = inputs.q
+        padding = inputs.padding
         batch, heads, length, dim = q.shape
         self.spec = spec
+        self.inputs = inputs
         self.heads = batch * heads
         self.length = length
         self.block_size = 1
-        if spec.diag_weight:
+        if spec.form != LLN:
             self.block_size = max(1, min(spec.block_size, length))
         blocks = -(-length // self.block_size)
         padded_length = blocks * self.block_size
         self.scratch = Scratch(q, padded_length)
-        keys_of_block = self.block_size + spec.max_global_tokens
+        keys_of_block = self.block_size + spec.max_global
         self.groups = list(head_groups(self.heads, padded_length * max(dim, keys_of_block), q))
-        self.has_mask = mask is not None
         self.padding: Tensor | None = None
-        if self.has_mask or padded_length != length:
-            padding = torch.nn.functional.pad(explicit_mask(mask, q), (0, padded_length - length), value=True)
-            self.padding = padding.repeat_interleave(heads, dim=0)
+        if padding is not None or padded_length != length:
+            long_padding = torch.nn.functional.pad(explicit_mask(padding, q), (0, padded_length - length), value=True)
+            self.padding = long_padding.repeat_interleave(heads, dim=0)
         self.global_padding: Tensor | None = None
-        num_global_keys = count_global_keys(spec.max_global_tokens, length, self.block_size)
-        if spec.global_tokens is not None and num_global_keys > 0:
-            global_padding = global_key_padding(spec.global_tokens, mask, q, self.block_size, num_global_keys)
+        num_global_keys = count_global_keys(spec.max_global, length, self.block_size)
+        if inputs.global_counts is not None and num_global_keys > 0:
+            global_padding = global_key_padding(inputs.global_counts, padding, q, self.block_size, num_global_keys)
             self.global_padding = global_padding.repeat_interleave(heads, dim=0)
 
     def head_scalars(self, x: Tensor) -> Tensor:
         """Return x (B, H) as a tensor (B·H, 1, 1) in the compute dtype."""
         return x.reshape(-1, 1, 1).to(self.scratch.dtype)
 
-    def head_tensors(self, alpha: Tensor, beta: Tensor, saved: Sequence[Tensor]) -> HeadTensors:
-        """Return the tensors of all heads as `HeadTensors`.
+    def head_tensors(self, alpha: Tensor | None, beta: Tensor | None, saved: Sequence[Tensor]) -> HeadTensors | None:
+        """Return α and β (B, H) and what the forward pass saves as `HeadTensors`; None without LLN.
 
-        Args:
-            alpha, beta: (B, H).
-            saved: the tensors that `empty_saved` returned. They are not copied: the forward pass fills them through the
-                result of this method.
+        The saved tensors are not copied: the forward pass fills them through the result of this method.
         """
+        if self.spec.form == DIAG:
+            return None
+        assert alpha is not None
+        assert beta is not None
         heads = HeadTensors(self.head_scalars(alpha), self.head_scalars(beta), saved[0], saved[1])
-        if not self.spec.joint:
+        if self.spec.form != JOINT:
             return heads
-        assert self.spec.offset is not None
-        return heads._replace(key_max=saved[2], key_sum=saved[3], offset=self.head_scalars(self.spec.offset))
+        assert self.inputs.offset is not None
+        return heads._replace(key_max=saved[2], key_sum=saved[3], offset=self.head_scalars(self.inputs.offset))
 
     def select(self, group: slice, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the part of each tensor (B·H, ...) that belongs to the group, as a view (G, ...)."""
@@ -117,7 +119,7 @@ class CallContext:
             results: a result is an input itself if nothing had to be changed, otherwise it is in scratch memory.
         """
         inputs = list(self.select(group, tensors))
-        if self.padding is not None and self.has_mask:
+        if self.padding is not None and self.inputs.padding is not None:
             padded = self.padding[group, : self.length, None]
             inputs[0] = clear_queries(inputs[0], padded)
             inputs[1] = inputs[1].masked_fill(padded, 0.0)

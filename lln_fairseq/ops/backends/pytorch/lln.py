@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lln_fairseq.ops.backends import WEIGHTS
 from lln_fairseq.ops.backends.pytorch.block_diag import softmax_backward
 from lln_fairseq.ops.backends.pytorch.call_context import CallContext, HeadGradients, HeadTensors
 
@@ -37,7 +38,7 @@ class LLNPasses:
         self.group = group
         self.heads = heads
         self.scratch = call.scratch
-        self.weight = call.spec.lln_weight
+        self.weight = WEIGHTS[call.spec.form][0]
         self.padding = None if call.padding is None else call.padding[group, :, None]
 
     def forward(self, inputs: Sequence[Tensor], out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,6 +157,8 @@ class LLNPasses:
         The maximum of a sequence that is all padding is set to 0, which makes W, S and the output 0.
         """
         beta = self.heads.beta
+        if k.shape[1] == 0:  # a worker without tokens
+            return torch.zeros_like(self.heads.log_sum)
         # The shortcut is not used on a GPU, because the host would wait for the values of β.
         if self.padding is None and not k.is_cuda and bool((beta >= 0).all()):
             return beta * k.amax(dim=1, keepdim=True)

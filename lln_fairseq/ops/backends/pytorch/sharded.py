@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lln_fairseq.ops.backends import WEIGHTS
 from lln_fairseq.ops.backends.pytorch.block_diag import BlockDiagPasses
 from lln_fairseq.ops.backends.pytorch.call_context import CallContext, HeadGradients, HeadTensors
 from lln_fairseq.ops.backends.pytorch.lln import LLNPasses
@@ -39,7 +40,7 @@ def sharded_forward(
         outputs = call.select(group, [out])
         buffers = call.output_buffers(outputs)
         LLNPasses(call, group, heads.select(group)).answer_queries(loaded[0], buffers[0])
-        if call.spec.diag_weight:
+        if WEIGHTS[call.spec.form][1] and call.length:
             BlockDiagPasses(call, group).forward(loaded, buffers[0])
         call.store_outputs(buffers, outputs)
 
@@ -78,6 +79,6 @@ def sharded_backward(
         lln.keys_backward(loaded[1], loaded[2], grad_state[group], g[group], buffers[1:], scalar_grads.beta)
         # The first loop has already computed the gradient of q: the block-diagonal part is added to it.
         buffers[0] = call.scratch.load("result0", outputs[0])
-        if call.spec.diag_weight:
+        if WEIGHTS[call.spec.form][1] and call.length:
             BlockDiagPasses(call, group).backward(loaded, buffers)
         call.store_outputs(buffers, outputs)

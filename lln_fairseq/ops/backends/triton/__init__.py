@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from lln_fairseq.ops.backends import HybridSpec
+from lln_fairseq.ops.backends import AVERAGE, JOINT, WEIGHTS, Inputs, Spec
 from lln_fairseq.ops.backends.triton import (
     backward_kernels,
     diag_backward_kernels,
@@ -25,9 +25,9 @@ from lln_fairseq.ops.backends.triton.launch import (
     aligned,
     chunk_size,
     device_of,
-    is_supported,
     kernel_options,
     mask_bytes,
+    reason_against,
     split_tokens,
     strides,
     tiles_for,
@@ -36,26 +36,18 @@ from lln_fairseq.ops.backends.triton.launch import (
 from lln_fairseq.ops.exchange import Exchange
 from lln_fairseq.ops.moment_matching import calibration_table
 
-__all__ = ["backward", "draw_seed", "empty_results", "empty_saved", "forward", "is_supported", "match_moments"]
+__all__ = ["allocate", "backward", "forward", "match_moments", "reason_against"]
 
 
-def draw_seed(device: torch.device) -> Tensor:
-    """Draw a seed for the dropout of one call, as an int64 tensor (1,).
-
-    The seed is drawn on the device, so that a CUDA graph draws a new seed at each replay.
-    """
-    return torch.randint(2**62, (1,), device=device)
+def allocate(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """See `Backend.allocate`."""
+    return [torch.empty_like(x) for x in aligned(q, k, v)], _empty_state(q)
 
 
-def empty_results(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-    """Return uninitialized tensors for the gradients of q, k and v, all (B, H, N, D); see `Backend.empty_results`."""
-    return [torch.empty_like(x) for x in aligned(q, k, v)]
+def _empty_state(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return uninitialized tensors for m, log_key_sum and S, which `forward` saves and forward_kernels.py defines.
 
-
-def empty_saved(q: Tensor, spec: HybridSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialized tensors for m, log s and S, which `forward` saves and forward_kernels.py defines.
-
-    m and log s are (B H, D) in float32, with logarithms in base 2. S is (B H, D, D) in the dtype of q.
+    m and log_key_sum are (B H, D) in float32, with logarithms in base 2. S is (B H, D, D) in the dtype of q.
     """
     bh = q.shape[0] * q.shape[1]
     dim = q.shape[3]
@@ -63,57 +55,42 @@ def empty_saved(q: Tensor, spec: HybridSpec) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    mask: Tensor | None,
-    spec: HybridSpec,
+    spec: Spec, inputs: Inputs, exchange: Exchange | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
-    """Compute LLN, ½ (LLN + block-diagonal softmax) or the joint form; see `Backend.forward`.
-
-    The kernels read or write tensors of N x D numbers per head 4 times, or 6 times with blocks.
-
-    Args:
-        q, k, v: (B, H, N, D) with any strides. They are copied if their strides differ or their features are not dense.
-        alpha, beta: (B, H) float32. If either is None, both are computed by moment matching. With an exchange, they
-            must not be None.
-        mask: bool (B, N), True = padded, or None.
-        spec: the settings of the call. Its lln_weight and diag_weight must be (1, 0), (½, ½) or, for the joint form,
-            (1, 1).
-
-    Returns: the output (B, H, N, D), α and β (B, H), and the tensors m, log s and S that `empty_saved` describes.
-    """
+    """See `Backend.forward`. The kernels read or write N x D numbers per head 4 times, or 6 times with blocks."""
+    alpha = inputs.alpha
+    beta = inputs.beta
     if alpha is None or beta is None:
-        alpha, beta = match_moments(q, k, mask, calibration_table(q.shape[-1], q.device))
-    q, k, v = aligned(q, k, v)
-    pad = mask_bytes(mask)
+        table = calibration_table(inputs.q.shape[-1], inputs.q.device)
+        alpha, beta = match_moments(inputs.q, inputs.k, inputs.padding, table)
+    q, k, v = aligned(*inputs[:3])
+    padding = mask_bytes(inputs.padding)
     with device_of(q):
-        if spec.exchange is None:
-            state = empty_saved(q, spec)
-            _compute_state(k, v, pad, beta.contiguous(), state)
+        if exchange is None:
+            state = _empty_state(q)
+            _compute_state(k, v, padding, beta.contiguous(), state)
         else:
-            state = _exchanged_state(k, v, pad, beta.contiguous(), spec.exchange)
-        if spec.joint:
-            out = joint_out(q, k, v, pad, alpha.contiguous(), beta.contiguous(), spec, state)
+            state = _exchanged_state(k, v, padding, beta.contiguous(), exchange)
+        call = inputs._replace(q=q, k=k, v=v, alpha=alpha.contiguous(), beta=beta.contiguous())
+        if spec.form == JOINT:
+            out = joint_out(spec, call, padding, state)
         else:
-            out = _hybrid_out(q, k, v, pad, alpha.contiguous(), spec, state)
+            out = _hybrid_out(spec, call, padding, state)
     return out, alpha, beta, state
 
 
 def _compute_state(
-    k: Tensor, v: Tensor, pad: Tensor | None, beta: Tensor, state: tuple[Tensor, Tensor, Tensor]
+    k: Tensor, v: Tensor, padding: Tensor | None, beta: Tensor, state: tuple[Tensor, Tensor, Tensor]
 ) -> None:
     """Compute the state of the keys, and write it to the tensors in `state`.
 
-    The state has three parts, m, log s and S, which forward_kernels.py defines.
+    The state has three parts, m, log_key_sum and S, which forward_kernels.py defines.
 
     Args:
         k, v: (B, H, N, D), as `aligned` returns them.
-        pad: bytes (B, N), 1 = padded, or None.
+        padding: bytes (B, N), 1 = padded, or None.
         beta: (B, H) float32, contiguous.
-        state: tensors like those of `empty_saved`, which are overwritten. S has the dtype of q or is float32.
+        state: tensors like those of `_empty_state`, which are overwritten. S has the dtype of q or is float32.
     """
     batch, heads, length, dim = k.shape
     bh = batch * heads
@@ -124,7 +101,7 @@ def _compute_state(
     forward_kernels._lln_state_kernel[bh, splits](
         k,
         v,
-        pad,
+        padding,
         beta,
         *parts,
         *strides(k),
@@ -141,38 +118,31 @@ def _compute_state(
 
 
 def _exchanged_state(
-    k: Tensor, v: Tensor, pad: Tensor | None, beta: Tensor, exchange: Exchange
+    k: Tensor, v: Tensor, padding: Tensor | None, beta: Tensor, exchange: Exchange
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the state over the keys of all workers: m, log s and S, in the shapes and dtypes of `empty_saved`.
+    """Return the state over the keys of all workers: m, log_key_sum and S, in the shapes and dtypes of `_empty_state`.
 
     The workers exchange three float32 tensors: m in base e, s, and S. The arguments are those of `_compute_state`.
     """
     bh = k.shape[0] * k.shape[1]
     dim = k.shape[3]
     m = workspace(k, bh, dim)
-    log_s = workspace(k, bh, dim)
+    log_key_sum = workspace(k, bh, dim)
     state = workspace(k, bh, dim, dim)
-    _compute_state(k, v, pad, beta, (m, log_s, state))
-    total = log_s.exp2()
-    if pad is not None:
-        # s must be 0 for a sequence that is all padding, but the kernel stores log s = 0.
-        total *= pad.eq(0).any(dim=1).repeat_interleave(k.shape[1])[:, None]
+    _compute_state(k, v, padding, beta, (m, log_key_sum, state))
+    total = log_key_sum.exp2()
+    if padding is not None:
+        # s must be 0 for a sequence that is all padding, but the kernel stores log_key_sum = 0.
+        total *= padding.eq(0).any(dim=1).repeat_interleave(k.shape[1])[:, None]
     m, total, state = exchange.merge_states(m * math.log(2), total, state)
     return m / math.log(2), total.log2().nan_to_num(neginf=0.0), state.to(k.dtype)
 
 
-def _hybrid_out(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pad: Tensor | None,
-    alpha: Tensor,
-    spec: HybridSpec,
-    state: tuple[Tensor, Tensor, Tensor],
-) -> Tensor:
-    """Return LLN or ½ (LLN + block-diagonal softmax), (B, H, N, D), from the state m, log s and S of the keys."""
+def _hybrid_out(spec: Spec, inputs: Inputs, padding: Tensor | None, state: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """Return LLN or ½ (LLN + block-diagonal softmax), (B, H, N, D), from the state m, log_key_sum and S of the keys."""
+    q, k, v, alpha, *_ = inputs
     batch, heads, length, dim = q.shape
-    if spec.diag_weight:
+    if spec.form == AVERAGE:
         tile = tiles_for(q).diag_out
         chunk = chunk_size(spec.block_size, tile.rows)
         kernel_block_size = spec.block_size
@@ -185,17 +155,17 @@ def _hybrid_out(
         q,
         k,
         v,
-        pad,
+        padding,
         alpha,
         *state,
-        spec.seed,
+        inputs.seed,
         out,
         *strides(q),
         *strides(out),
         heads,
         length,
         SCALE=dim**-0.5,
-        DROPOUT=spec.dropout_p,
+        DROPOUT=spec.dropout,
         BLOCK=kernel_block_size,
         CHUNK=chunk,
         **kernel_options(q, tile),
@@ -204,60 +174,66 @@ def _hybrid_out(
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    mask: Tensor | None,
-    spec: HybridSpec,
+    spec: Spec,
+    inputs: Inputs,
     saved: Sequence[Tensor],
     grad: Tensor,
     needed: Sequence[bool],
+    exchange: Exchange | None = None,
 ) -> Sequence[Tensor | None]:
-    """Compute the gradients of the inputs of `forward`; see `Backend.backward`.
+    """See `Backend.backward`. The kernels read or write N x D numbers per head 7, 9 (blocks) or 13 times (joint).
 
-    The kernels read or write tensors of N x D numbers per head 7 times for LLN, 9 times for
-    ½ (LLN + block-diagonal softmax), and 13 times for the joint form.
-
-    Args:
-        q, k, v, mask, spec: the same as in `forward`.
-        alpha, beta, saved: the tensors that `forward` returned.
-        grad: the gradient of the output, (B, H, N, D) with any strides.
-        needed: three values, which say whether the gradients of α, β and the offset are needed.
-
-    Returns: the gradients of q, k and v, (B, H, N, D), then those of α, β and the offset of the joint form, (B, H) in
-        float32. A gradient that is not needed is None, with one exception: for ½ (LLN + block-diagonal softmax), the
-        gradients of α and β are both computed if either of them is needed.
+    For ½ (LLN + block-diagonal softmax), the gradients of α and β are both computed if either of them is needed.
     """
-    q, k, v = aligned(q, k, v)
+    q, k, v = aligned(*inputs[:3])
     if grad.stride(-1) != 1:  # an expanded gradient, such as that of .sum()
         grad = grad.contiguous()
-    alpha = alpha.contiguous()
-    beta = beta.contiguous()
-    pad = mask_bytes(mask)
+    assert inputs.alpha is not None
+    assert inputs.beta is not None
+    alpha = inputs.alpha.contiguous()
+    beta = inputs.beta.contiguous()
+    padding = mask_bytes(inputs.padding)
     with device_of(q):
-        if spec.joint:
-            return joint_backward(q, k, v, pad, alpha, beta, spec, saved, grad, needed)
-        m, log_s, state = saved
-        inputs = _BackwardInputs(q, k, v, alpha, beta, pad, spec, m, log_s, state, grad, needed[0], needed[1])
-        if spec.diag_weight:
-            return *_lln_diag_backward(inputs), None
-        return *_lln_backward(inputs), None
+        if spec.form == JOINT:
+            call = inputs._replace(q=q, k=k, v=v, alpha=alpha, beta=beta)
+            return joint_backward(spec, call, padding, saved, grad, needed)
+        m, log_key_sum, state = saved
+        tensors = _BackwardInputs(
+            q,
+            k,
+            v,
+            alpha,
+            beta,
+            padding,
+            spec,
+            inputs.seed,
+            exchange,
+            m,
+            log_key_sum,
+            state,
+            grad,
+            needed[0],
+            needed[1],
+        )
+        if spec.form == AVERAGE:
+            return *_lln_diag_backward(tensors), None
+        return *_lln_backward(tensors), None
 
 
 class _BackwardInputs(NamedTuple):
-    """The inputs of the forward pass, the tensors m, log_s and state that it saved, and `do`, the output's gradient."""
+    """The inputs of the forward pass, the m, log_key_sum and state that it saved, and `do`, the output's gradient."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     alpha: Tensor
     beta: Tensor
-    pad: Tensor | None
-    spec: HybridSpec
+    padding: Tensor | None
+    spec: Spec
+    seed: Tensor | None
+    exchange: Exchange | None
     m: Tensor
-    log_s: Tensor
+    log_key_sum: Tensor
     state: Tensor
     do: Tensor
     needs_alpha: bool
@@ -271,7 +247,9 @@ def _lln_backward(inputs: _BackwardInputs) -> Sequence[Tensor | None]:
     """
     k = inputs.k
     batch, heads, length, _ = k.shape
-    dq, dk, dv = empty_results(inputs.q, k, inputs.v)
+    dq = torch.empty_like(inputs.q)
+    dk = torch.empty_like(k)
+    dv = torch.empty_like(inputs.v)
     partial_dalpha = None
     if inputs.needs_alpha:
         splits, _ = split_tokens(length, k.shape[3])
@@ -286,10 +264,10 @@ def _lln_backward(inputs: _BackwardInputs) -> Sequence[Tensor | None]:
     backward_kernels._lln_dkv_kernel[grid](
         k,
         inputs.v,
-        inputs.pad,
+        inputs.padding,
         inputs.beta,
         inputs.m,
-        inputs.log_s,
+        inputs.log_key_sum,
         g,
         grad_state,
         dk,
@@ -313,7 +291,9 @@ def _lln_diag_backward(inputs: _BackwardInputs) -> Sequence[Tensor | None]:
     q = inputs.q
     batch, heads, length, dim = q.shape
     block_size = inputs.spec.block_size
-    dq, dk, dv = empty_results(q, inputs.k, inputs.v)
+    dq = torch.empty_like(q)
+    dk = torch.empty_like(inputs.k)
+    dv = torch.empty_like(inputs.v)
     g, grad_state = _compute_grad_state(inputs)
     tile = tiles_for(q).for_block_size("diag_bwd", block_size)
     chunk = chunk_size(block_size, tile.rows)
@@ -332,15 +312,15 @@ def _lln_diag_backward(inputs: _BackwardInputs) -> Sequence[Tensor | None]:
         inputs.k,
         inputs.v,
         inputs.do,
-        inputs.pad,
+        inputs.padding,
         inputs.alpha,
         inputs.beta,
         inputs.m,
-        inputs.log_s,
+        inputs.log_key_sum,
         inputs.state,
         g,
         grad_state,
-        inputs.spec.seed,
+        inputs.seed,
         lse,
         delta,
         dq,
@@ -354,7 +334,7 @@ def _lln_diag_backward(inputs: _BackwardInputs) -> Sequence[Tensor | None]:
         heads,
         length,
         SCALE=dim**-0.5,
-        DROPOUT=inputs.spec.dropout_p,
+        DROPOUT=inputs.spec.dropout,
         BLOCK=block_size,
         CHUNK=chunk,
         **kernel_options(q, tile),
@@ -379,7 +359,7 @@ def _compute_grad_state(
     batch, heads, length, dim = q.shape
     bh = batch * heads
     splits, tokens = split_tokens(length, dim)
-    exchange = inputs.spec.exchange
+    exchange = inputs.exchange
     g = workspace(q, bh, dim)
     grad_state = torch.empty_like(inputs.state)
     final = splits == 1 and exchange is None
@@ -390,10 +370,10 @@ def _compute_grad_state(
     backward_kernels._lln_dstate_kernel[bh, splits](
         q,
         inputs.do,
-        inputs.pad,
+        inputs.padding,
         inputs.alpha,
         inputs.m,
-        inputs.log_s,
+        inputs.log_key_sum,
         inputs.state,
         *parts,
         dq,
@@ -404,7 +384,7 @@ def _compute_grad_state(
         heads,
         length,
         tokens,
-        WEIGHT=inputs.spec.lln_weight,
+        WEIGHT=WEIGHTS[inputs.spec.form][0],
         FINAL=final,
         **kernel_options(q, tiles_for(q).dstate),
     )
@@ -416,13 +396,13 @@ def _compute_grad_state(
     if not final:
         backward_kernels._lln_dcombine_kernel[bh, dim * dim // 256](
             *parts,
-            inputs.log_s,
+            inputs.log_key_sum,
             inputs.state,
             g,
             grad_state,
             length,
             splits,
-            WEIGHT=inputs.spec.lln_weight,
+            WEIGHT=WEIGHTS[inputs.spec.form][0],
             D=dim,
             COLS=256,
             ROWS=16,
@@ -441,7 +421,7 @@ def _sum_programs(partial: Tensor | None, like: Tensor) -> Tensor | None:
     return partial.sum(-1).view_as(like)
 
 
-def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def match_moments(q: Tensor, k: Tensor, padding: Tensor | None, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Compute α = σ̃ / (√2 σ_q) and β = σ̃ / (√2 σ_k) by moment matching; see `Backend.match_moments`.
 
     σ_q and σ_k are the population standard deviations over the features and the tokens of a sequence and head, without
@@ -450,13 +430,13 @@ def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Ten
 
     Args:
         q, k: (B, H, N, D) with any strides.
-        mask: bool (B, N), True = padded, or None.
+        padding: bool (B, N), True = padded, or None.
         table: ascending log s and log σ̃², both (T,) with T >= 2. They are copied to the device of q if necessary.
 
     Returns: α and β, both (B, H) in float32, without gradient.
     """
     q, k = aligned(q, k)
-    pad = mask_bytes(mask)
+    padding = mask_bytes(padding)
     batch, heads, length, dim = q.shape
     splits, tokens = split_tokens(length, dim)
     table = [x.to(device=q.device, dtype=torch.float32).contiguous() for x in table]
@@ -471,7 +451,7 @@ def match_moments(q: Tensor, k: Tensor, mask: Tensor | None, table: Sequence[Ten
         moment_kernels._moments_kernel[batch * heads, splits](
             q,
             k,
-            pad,
+            padding,
             *table,
             part,
             alpha,

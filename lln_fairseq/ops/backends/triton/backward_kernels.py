@@ -31,7 +31,7 @@ from lln_fairseq.ops.backends.triton.forward_kernels import (
     _head_offset,
     _is_real_key,
     _is_usable_query,
-    _load_log_normalizer,
+    _load_log_sum,
     _query_features,
     _row_pointers,
 )
@@ -39,7 +39,7 @@ from lln_fairseq.ops.backends.triton.forward_kernels import (
 
 @triton.jit
 def _state_scale(b_log_key_sum, N):
-    """Return state_scale = 2^⌊log2(min_d s_d / √N)⌋ from log s, (D,), in base 2."""
+    """Return state_scale = 2^⌊log2(min_d s_d / √N)⌋ from log_key_sum, (D,), in base 2."""
     return tl.exp2(tl.floor(tl.min(b_log_key_sum, 0) - 0.5 * tl.log2(N.to(tl.float32))))
 
 
@@ -120,10 +120,10 @@ def _add_times_state_T(b_o, p_x, mask, p_S, stride_n, D: tl.constexpr, ROWS: tl.
 def _lln_dstate_kernel(
     q,
     do,
-    pad,
+    padding,
     alpha,
     m,
-    log_s,
+    log_key_sum,
     S,
     g,
     dS,
@@ -169,7 +169,7 @@ def _lln_dstate_kernel(
     o_d = tl.arange(0, D)
     o_dd = o_d[:, None] * D + o_d[None, :]
     b_alpha = tl.load(alpha + i_bh)
-    b_l = _load_log_normalizer(m, log_s, i_bh, D)
+    b_l = _load_log_sum(m, log_key_sum, i_bh, D)
     # (D, D)
     if D <= 64:
         b_ST = tl.trans(tl.load(S + i_bh * D * D + o_dd)).to(DOT)
@@ -182,8 +182,8 @@ def _lln_dstate_kernel(
         in_range = (o_q < end)[:, None]
         # (ROWS, D)
         b_q = tl.load(_row_pointers(p_q, i_t, stride_n, ROWS, D), mask=in_range, other=0.0)
-        if pad is not None:
-            b_q = tl.where(_is_usable_query(b_q, pad, i_bh // H, o_q, end, N)[:, None], b_q, 0.0)
+        if padding is not None:
+            b_q = tl.where(_is_usable_query(b_q, padding, i_bh // H, o_q, end, N)[:, None], b_q, 0.0)
         b_do = tl.load(_row_pointers(p_do, i_t, stride_do_n, ROWS, D), mask=in_range, other=0.0).to(DOT)
         b_a = _query_features(b_q, b_alpha, b_l)
         if D <= 64:
@@ -209,7 +209,7 @@ def _lln_dstate_kernel(
             tl.store(p_dq, (b_alpha * b_dx).to(dq.dtype.element_ty), mask=in_range)
 
     if FINAL:
-        b_log_key_sum = tl.load(log_s + i_bh * D + o_d)
+        b_log_key_sum = tl.load(log_key_sum + i_bh * D + o_d)
         scale = _state_scale(b_log_key_sum, N)
         b_inverse_key_sum = tl.exp2(-b_log_key_sum)
         b_dS *= (b_inverse_key_sum * (WEIGHT * scale))[:, None]
@@ -225,7 +225,7 @@ def _lln_dstate_kernel(
 def _lln_dcombine_kernel(
     part_g,
     part_dS,
-    log_s,
+    log_key_sum,
     S,
     g,
     dS,
@@ -255,8 +255,8 @@ def _lln_dcombine_kernel(
         b_g += tl.sum(tl.load(p_g + o_s * D, mask=o_s < SPLITS, other=0.0), 0)
         b_dS += tl.sum(tl.load(p_dS + o_s * D * D, mask=o_s < SPLITS, other=0.0), 0)
 
-    scale = _state_scale(tl.load(log_s + i_bh * D + tl.arange(0, D)), N)
-    b_inverse_key_sum = tl.exp2(-tl.load(log_s + i_bh * D + o_c // D))
+    scale = _state_scale(tl.load(log_key_sum + i_bh * D + tl.arange(0, D)), N)
+    b_inverse_key_sum = tl.exp2(-tl.load(log_key_sum + i_bh * D + o_c // D))
     b_dS *= b_inverse_key_sum * (WEIGHT * scale)
     tl.store(dS + i_bh * D * D + o_c, b_dS.to(dS.dtype.element_ty))
     # All D elements of a row of b_g hold the row's g. Each takes 1 / D of it and the correction for its element of dS,
@@ -272,10 +272,10 @@ def _lln_dcombine_kernel(
 def _lln_dkv_kernel(
     k,
     v,
-    pad,
+    padding,
     beta,
     m,
-    log_s,
+    log_key_sum,
     g,
     dS,
     dk,
@@ -306,12 +306,12 @@ def _lln_dkv_kernel(
     o_d = tl.arange(0, D)
     b_beta = tl.load(beta + i_bh)
     b_g = tl.load(g + i_bh * D + o_d)
-    unscale = 1.0 / _state_scale(tl.load(log_s + i_bh * D + o_d), N)
+    unscale = 1.0 / _state_scale(tl.load(log_key_sum + i_bh * D + o_d), N)
     b_dbeta = tl.zeros([ROWS], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
         i_t = i_c * CHUNK + i_r
         o_k = i_t + tl.arange(0, ROWS)
-        real = _is_real_key(pad, i_bh // H, o_k, N, N)
+        real = _is_real_key(padding, i_bh // H, o_k, N, N)
         in_range = (o_k < N)[:, None]
         p_k = k + offset + i_t.to(tl.int64) * stride_n
         p_v = v + offset + i_t.to(tl.int64) * stride_n

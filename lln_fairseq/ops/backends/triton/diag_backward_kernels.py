@@ -35,7 +35,7 @@ from lln_fairseq.ops.backends.triton.forward_kernels import (
     _head_offset,
     _is_usable_query,
     _load_keys,
-    _load_log_normalizer,
+    _load_log_sum,
     _log_sum_exp,
     _query_features,
     _reciprocal_or_zero,
@@ -50,7 +50,7 @@ def _block_dq(
     b_do,
     k,
     v,
-    pad,
+    padding,
     seed,
     i_bh,
     i_b,
@@ -80,7 +80,7 @@ def _block_dq(
     b_row_sum = tl.zeros([ROWS], tl.float32)
     b_delta = tl.zeros([ROWS], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
-        o_k, real, b_k, b_v = _load_keys(k, v, pad, i_b, start + i_r, end, stride_n, N, D, ROWS)
+        o_k, real, b_k, b_v = _load_keys(k, v, padding, i_b, start + i_r, end, stride_n, N, D, ROWS)
         # (queries, keys)
         b_scores = _block_scores(b_q, b_k.to(DOT), o_q, o_k, real, BLOCK, CHUNK)
         b_dp = _dot(b_do, tl.trans(b_v.to(DOT)))
@@ -94,7 +94,7 @@ def _block_dq(
 
     b_dq = tl.zeros([ROWS, D], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
-        o_k, real, b_k, b_v = _load_keys(k, v, pad, i_b, start + i_r, end, stride_n, N, D, ROWS)
+        o_k, real, b_k, b_v = _load_keys(k, v, padding, i_b, start + i_r, end, stride_n, N, D, ROWS)
         # (queries, keys)
         b_scores = _block_scores(b_q, b_k.to(DOT), o_q, o_k, real, BLOCK, CHUNK)
         b_dp = _dot(b_do, tl.trans(b_v.to(DOT)))
@@ -182,10 +182,10 @@ def _query_pass(
     k,
     v,
     do,
-    pad,
+    padding,
     alpha,
     m,
-    log_s,
+    log_key_sum,
     S,
     seed,
     lse,
@@ -226,8 +226,8 @@ def _query_pass(
         in_range = o_q < end
         # (ROWS, D)
         b_q = tl.load(_row_pointers(q, i_t, stride_n, ROWS, D), mask=in_range[:, None], other=0.0)
-        usable = _is_usable_query(b_q, pad, i_b, o_q, end, N)
-        if pad is not None:
+        usable = _is_usable_query(b_q, padding, i_b, o_q, end, N)
+        if padding is not None:
             b_q = tl.where(usable[:, None], b_q, 0.0)
         b_do = tl.load(_row_pointers(do, i_t, stride_do_n, ROWS, D), mask=in_range[:, None], other=0.0).to(DOT)
         b_dq, b_lse, b_delta = _block_dq(
@@ -235,7 +235,7 @@ def _query_pass(
             b_do,
             k,
             v,
-            pad,
+            padding,
             seed,
             i_bh,
             i_b,
@@ -256,10 +256,10 @@ def _query_pass(
         b_da = _add_times_state_T(
             tl.zeros([ROWS, D], tl.float32), p_do, in_range, S + i_bh * D * D, stride_do_n, D, ROWS, DOT
         )
-        if pad is not None:
+        if padding is not None:
             b_lse = tl.where(usable, b_lse, float("inf"))  # weights of unusable queries become 0 in the key pass
         b_q = tl.load(_row_pointers(q, i_t, stride_n, ROWS, D), mask=usable[:, None], other=0.0)
-        b_a = _query_features(b_q, b_alpha, _load_log_normalizer(m, log_s, i_bh, D))
+        b_a = _query_features(b_q, b_alpha, _load_log_sum(m, log_key_sum, i_bh, D))
         b_dx = 0.5 * b_a * (b_da - tl.sum(b_a * b_da, 1)[:, None])
         b_dq = b_alpha * b_dx + (0.5 * SCALE) * b_dq
         p_dq = _row_pointers(dq, i_t, stride_out_n, ROWS, D)
@@ -280,10 +280,10 @@ def _key_pass(
     k,
     v,
     do,
-    pad,
+    padding,
     beta,
     m,
-    log_s,
+    log_key_sum,
     g,
     dS,
     seed,
@@ -318,12 +318,12 @@ def _key_pass(
     """
     o_d = tl.arange(0, D)
     b_beta = tl.load(beta + i_bh)
-    scale = _state_scale(tl.load(log_s + i_bh * D + o_d), N)
+    scale = _state_scale(tl.load(log_key_sum + i_bh * D + o_d), N)
     unscale = 1.0 / scale
     b_dbeta = tl.zeros([ROWS], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
         i_t = start + i_r
-        o_k, real, b_k, b_v = _load_keys(k, v, pad, i_b, i_t, end, stride_n, N, D, ROWS)
+        o_k, real, b_k, b_v = _load_keys(k, v, padding, i_b, i_t, end, stride_n, N, D, ROWS)
         in_range = (o_k < end)[:, None]
         # (ROWS, D)
         b_block_dk, b_block_dv = _block_dkv(
@@ -348,7 +348,7 @@ def _key_pass(
             DROPOUT,
             BLOCK,
             CHUNK,
-            pad is not None,
+            padding is not None,
             D,
             ROWS,
             DOT,
@@ -380,11 +380,11 @@ def _lln_diag_bwd_kernel(
     k,
     v,
     do,
-    pad,
+    padding,
     alpha,
     beta,
     m,
-    log_s,
+    log_key_sum,
     S,
     g,
     dS,
@@ -437,10 +437,10 @@ def _lln_diag_bwd_kernel(
         k + offset,
         v + offset,
         p_do,
-        pad,
+        padding,
         alpha,
         m,
-        log_s,
+        log_key_sum,
         S,
         seed,
         lse,
@@ -471,10 +471,10 @@ def _lln_diag_bwd_kernel(
         k + offset,
         v + offset,
         p_do,
-        pad,
+        padding,
         beta,
         m,
-        log_s,
+        log_key_sum,
         g,
         dS,
         seed,

@@ -5,11 +5,11 @@ For each (batch, head), with features d, and maxima and sums over the tokens j w
     m_d = max_j βk_jd      W_jd = exp(βk_jd - m_d)      s_d = Σ_j W_jd      L = m + log s
     S = Wᵀv / s            A = softmax_d(αq + L)        LLN output = A S
 
-The state of the keys is m, log s and S.
+The state of the keys is m, log_key_sum and S.
 
 The kernels, in the order of their launches:
 
-    _lln_state_kernel     reads k and v, writes m, log s and S; one program per split of the tokens
+    _lln_state_kernel     reads k and v, writes m, log_key_sum and S; one program per split of the tokens
     _lln_combine_kernel   merges the splits; launched only if there are several
     _lln_out_kernel       reads q and, with blocks, k and v; writes A S or ½ (A S + block-diagonal softmax)
 
@@ -18,9 +18,9 @@ in [0, 1]: after the division it would be about 1/N, which half precision repres
 exponentials are float32. Only the operands of `tl.dot` are rounded, to the dtype DOT. Reductions have a fixed order and
 there are no atomics, so repeated runs give identical results, bit for bit.
 
-All logarithms and exponentials have base 2, and m and log s are stored in base 2 too. 2^x takes one instruction, but
-`tl.exp` takes five, and the factor log2 e is folded into a multiplication that is needed anyway. m and log s are 0 for
-a sequence that is all padding.
+All logarithms and exponentials have base 2, and m and log_key_sum are stored in base 2 too. 2^x takes one instruction,
+but `tl.exp` takes five, and the factor log2 e is folded into a multiplication that is needed anyway. m and log_key_sum
+are 0 for a sequence that is all padding.
 
 Names and arguments of all kernels and device functions:
 
@@ -33,7 +33,7 @@ Names and arguments of all kernels and device functions:
     start, end        the first token of a program, and the token after its last one
     BLOCK             the block size; a chunk contains whole blocks
     real              bool (ROWS,), True for the tokens of a tile that exist and are not padding
-    pad               a pointer to bytes (B, N) that are 1 for padding tokens, or None
+    padding               a pointer to bytes (B, N) that are 1 for padding tokens, or None
     seed              a pointer to the seed of the dropout; it may be None if DROPOUT, the probability, is 0
     stride_           strides in elements; q, k and v have the same strides
 
@@ -78,16 +78,16 @@ def _dot(b_x, b_y, acc=None):
 
 
 @triton.jit
-def _is_real_key(pad, i_b, o_k, end, N):
+def _is_real_key(padding, i_b, o_k, end, N):
     """Return True for each of the tokens o_k that lies before `end` and is not padding."""
     real = o_k < end
-    if pad is not None:
-        real = real & (tl.load(pad + i_b * N + o_k, mask=real, other=1) == 0)
+    if padding is not None:
+        real = real & (tl.load(padding + i_b * N + o_k, mask=real, other=1) == 0)
     return real
 
 
 @triton.jit
-def _load_keys(k, v, pad, i_b, i_t, end, stride_n, N, D: tl.constexpr, ROWS: tl.constexpr):
+def _load_keys(k, v, padding, i_b, i_t, end, stride_n, N, D: tl.constexpr, ROWS: tl.constexpr):
     """Load the keys and values of the ROWS tokens i_t, i_t + 1, ... of a head; k and v point to that head.
 
     Returns:
@@ -95,7 +95,7 @@ def _load_keys(k, v, pad, i_b, i_t, end, stride_n, N, D: tl.constexpr, ROWS: tl.
         k and v. Keys and values are 0 where `real` is False.
     """
     o_k = i_t + tl.arange(0, ROWS)
-    real = _is_real_key(pad, i_b, o_k, end, N)
+    real = _is_real_key(padding, i_b, o_k, end, N)
     # (ROWS, D)
     b_k = tl.load(_row_pointers(k, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0)
     b_v = tl.load(_row_pointers(v, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0)
@@ -103,7 +103,7 @@ def _load_keys(k, v, pad, i_b, i_t, end, stride_n, N, D: tl.constexpr, ROWS: tl.
 
 
 @triton.jit
-def _is_usable_query(b_q, pad, i_b, o_q, end, N):
+def _is_usable_query(b_q, padding, i_b, o_q, end, N):
     """Return True for each query of a tile that lies before `end` and is usable, (ROWS,).
 
     A padding query is not usable if one of its numbers is NaN or has a magnitude of at least 3e4, the limit of
@@ -114,17 +114,17 @@ def _is_usable_query(b_q, pad, i_b, o_q, end, N):
         o_q: (ROWS,) indices of the queries.
     """
     usable = o_q < end
-    if pad is not None:
-        padded = tl.load(pad + i_b * N + o_q, mask=usable, other=0) != 0
+    if padding is not None:
+        padded = tl.load(padding + i_b * N + o_q, mask=usable, other=0) != 0
         usable = usable & ~(padded & (tl.sum((~(tl.abs(b_q) < 3e4)).to(tl.int32), 1) > 0))
     return usable
 
 
 @triton.jit
-def _load_log_normalizer(m, log_s, i_bh, D: tl.constexpr):
-    """Load m and log s of a head and return L = m + log s, (D,), in base 2."""
+def _load_log_sum(m, log_key_sum, i_bh, D: tl.constexpr):
+    """Load m and log_key_sum of a head and return L = m + log s, (D,), in base 2."""
     o_d = i_bh * D + tl.arange(0, D)
-    return tl.load(m + o_d) + tl.load(log_s + o_d)
+    return tl.load(m + o_d) + tl.load(log_key_sum + o_d)
 
 
 @triton.jit
@@ -216,10 +216,10 @@ def _block_scores(b_q, b_k, o_q, o_k, real, BLOCK: tl.constexpr, CHUNK: tl.const
 def _lln_state_kernel(
     k,
     v,
-    pad,
+    padding,
     beta,
     m,
-    log_s,
+    log_key_sum,
     S,
     stride_b,
     stride_h,
@@ -237,7 +237,7 @@ def _lln_state_kernel(
     The sums are rescaled whenever the running maximum grows. The grid is (B H, splits).
 
     Args:
-        m, log_s: outputs, (B H, splits, D) float32. With FINAL, log_s gets log s, otherwise s.
+        m, log_key_sum: outputs, (B H, splits, D) float32. With FINAL, log_key_sum gets log s, otherwise s.
         S: output, (B H, splits, D, D). With FINAL it gets Wᵀv / s, otherwise Wᵀv.
         FINAL: True if there is a single split.
     """
@@ -253,7 +253,9 @@ def _lln_state_kernel(
     b_key_sum = tl.zeros([D], tl.float32)
     b_state = tl.zeros([D, D], tl.float32)
     for i_r in range(0, end - start, ROWS):
-        _, real, b_k, b_v = _load_keys(k + offset, v + offset, pad, i_bh // H, start + i_r, end, stride_n, N, D, ROWS)
+        _, real, b_k, b_v = _load_keys(
+            k + offset, v + offset, padding, i_bh // H, start + i_r, end, stride_n, N, D, ROWS
+        )
         # (ROWS, D)
         b_y = tl.where(real[:, None], b_beta * b_k.to(tl.float32), float("-inf"))
         # (D,)
@@ -272,23 +274,23 @@ def _lln_state_kernel(
         b_m, b_key_sum, b_inverse_key_sum = _finish_key_sums(b_m, b_key_sum)
         b_state = b_state * b_inverse_key_sum[:, None]
     tl.store(m + i_out * D + o_d, b_m)
-    tl.store(log_s + i_out * D + o_d, b_key_sum)
+    tl.store(log_key_sum + i_out * D + o_d, b_key_sum)
     tl.store(S + i_out * D * D + o_d[:, None] * D + o_d[None, :], b_state.to(S.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["SPLITS"])
 def _lln_combine_kernel(
-    part_m, part_s, part_S, m, log_s, S, SPLITS, D: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr
+    part_m, part_s, part_S, m, log_key_sum, S, SPLITS, D: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Merge the splits of _lln_state_kernel, ROWS splits at a time, and write m, log s and S.
+    """Merge the splits of _lln_state_kernel, ROWS splits at a time, and write m, log_key_sum and S.
 
     With m_i, s_i and (Wᵀv)_i of the splits i, the results are m = max_i m_i, s = Σ_i s_i 2^(m_i - m) and
     S = Σ_i (Wᵀv)_i 2^(m_i - m) / s. The grid is (B H, D² / COLS): a program computes COLS consecutive elements of the
-    flattened S. The m and log s of a row of S are written by the program that has the first element of the row.
+    flattened S. The m and log_key_sum of a row of S are written by the program that has the first element of the row.
 
     Args:
-        part_m, part_s, part_S: the outputs m, log_s and S of _lln_state_kernel.
-        m, log_s, S: outputs, without the dimension of the splits.
+        part_m, part_s, part_S: the outputs m, log_key_sum and S of _lln_state_kernel.
+        m, log_key_sum, S: outputs, without the dimension of the splits.
         SPLITS: the number of splits.
     """
     i_bh = tl.program_id(0).to(tl.int64)
@@ -315,7 +317,7 @@ def _lln_combine_kernel(
     tl.store(S + i_bh * D * D + o_c, (b_state * b_inverse_key_sum).to(S.dtype.element_ty))
     is_first = o_c % D == 0
     tl.store(m + i_bh * D + o_c // D, b_m, mask=is_first)
-    tl.store(log_s + i_bh * D + o_c // D, b_log_key_sum, mask=is_first)
+    tl.store(log_key_sum + i_bh * D + o_c // D, b_log_key_sum, mask=is_first)
 
 
 @triton.jit
@@ -323,7 +325,7 @@ def _block_attention(
     b_q,
     k,
     v,
-    pad,
+    padding,
     seed,
     i_bh,
     i_b,
@@ -353,7 +355,7 @@ def _block_attention(
     b_row_sum = tl.zeros([ROWS], tl.float32)
     b_o = tl.zeros([ROWS, D], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
-        o_k, real, b_k, b_v = _load_keys(k, v, pad, i_b, start + i_r, end, stride_n, N, D, ROWS)
+        o_k, real, b_k, b_v = _load_keys(k, v, padding, i_b, start + i_r, end, stride_n, N, D, ROWS)
         # (queries, keys)
         b_scores = _block_scores(b_q.to(DOT), b_k.to(DOT), o_q, o_k, real, BLOCK, CHUNK)
         b_p, b_rescale, b_row_max, b_row_sum = _softmax_step(b_scores, b_row_max, b_row_sum, SCALE)
@@ -371,10 +373,10 @@ def _lln_out_kernel(
     q,
     k,
     v,
-    pad,
+    padding,
     alpha,
     m,
-    log_s,
+    log_key_sum,
     S,
     seed,
     out,
@@ -396,7 +398,7 @@ def _lln_out_kernel(
 ):
     """Write A S if BLOCK = 0, otherwise ½ (A S + block-diagonal softmax).
 
-    The grid is (B H, ⌈N / CHUNK⌉). m, log_s and S are the state of the keys. `out` is (B, H, N, D), the output.
+    The grid is (B H, ⌈N / CHUNK⌉). m, log_key_sum and S are the state of the keys. `out` is (B, H, N, D), the output.
     """
     i_bh = tl.program_id(0).to(tl.int64)
     i_c = tl.program_id(1)
@@ -408,7 +410,7 @@ def _lln_out_kernel(
 
     o_d = tl.arange(0, D)
     b_alpha = tl.load(alpha + i_bh)
-    b_l = _load_log_normalizer(m, log_s, i_bh, D)
+    b_l = _load_log_sum(m, log_key_sum, i_bh, D)
     # (D, D)
     b_state = tl.load(S + i_bh * D * D + o_d[:, None] * D + o_d[None, :]).to(DOT)
     for i_r in range(0, CHUNK, ROWS):
@@ -417,15 +419,15 @@ def _lln_out_kernel(
         in_range = (o_q < end)[:, None]
         # (ROWS, D)
         b_q = tl.load(_row_pointers(q + offset, i_t, stride_n, ROWS, D), mask=in_range, other=0.0)
-        if pad is not None:
-            b_q = tl.where(_is_usable_query(b_q, pad, i_b, o_q, end, N)[:, None], b_q, 0.0)
+        if padding is not None:
+            b_q = tl.where(_is_usable_query(b_q, padding, i_b, o_q, end, N)[:, None], b_q, 0.0)
         b_o = _dot(_query_features(b_q, b_alpha, b_l).to(DOT), b_state)
         if BLOCK > 0:
             b_o += _block_attention(
                 b_q,
                 k + offset,
                 v + offset,
-                pad,
+                padding,
                 seed,
                 i_bh,
                 i_b,

@@ -2,9 +2,9 @@
 
 The forward pass reads or writes tensors of N x D numbers per head 6 times, the backward pass 13 times.
 
-The functions share some arguments. `state` has the tensors m, log s and S that forward_kernels.py defines: m and log s
-are (B H, D) in float32, and S is (B H, D, D) in the dtype of q. `pad` is bytes (B, N), 1 = padded, or None. "Programs"
-are the programs of a kernel that work on one sequence and head.
+The functions share some arguments. `state` has the tensors m, log_key_sum and S that forward_kernels.py defines: m and
+log_key_sum are (B H, D) in float32, and S is (B H, D, D) in the dtype of q. `padding` is bytes (B, N), 1 = padded, or
+None. "Programs" are the programs of a kernel that work on one sequence and head.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from lln_fairseq.ops.backends import HybridSpec
+from lln_fairseq.ops.backends import Inputs, Spec
 from lln_fairseq.ops.backends.triton import backward_kernels, joint_backward_kernels, joint_kernels, joint_query_kernels
 from lln_fairseq.ops.backends.triton.launch import (
     chunk_size,
@@ -27,23 +27,13 @@ from lln_fairseq.ops.backends.triton.launch import (
 NUM_QUERY_STATS = 6  # listed in joint_query_kernels.py
 
 
-def joint_out(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pad: Tensor | None,
-    alpha: Tensor,
-    beta: Tensor,
-    spec: HybridSpec,
-    state: Sequence[Tensor],
-) -> Tensor:
+def joint_out(spec: Spec, inputs: Inputs, padding: Tensor | None, state: Sequence[Tensor]) -> Tensor:
     """Return the output of the joint form, (B, H, N, D).
 
-    Args:
-        q, k, v: (B, H, N, D) with common strides and dense features.
-        alpha, beta: (B, H) float32, contiguous.
-        spec: the settings of the call, with an offset (B, H).
+    q, k and v have common strides and dense features, and α and β are contiguous; this holds for `joint_backward` too.
     """
+    q, k, v, alpha, beta, offset, *_ = inputs
+    assert offset is not None
     batch, heads, length, dim = q.shape
     out = torch.empty_like(q)
     tile = tiles_for(q).for_block_size("joint_out", spec.block_size)
@@ -52,20 +42,20 @@ def joint_out(
         q,
         k,
         v,
-        pad,
-        _count_padding(pad),
+        padding,
+        _count_padding(padding),
         alpha,
         beta,
-        _joint_offset(spec),
+        offset.contiguous(),
         *state,
-        spec.seed,
+        inputs.seed,
         out,
         *strides(q),
         *strides(out),
         heads,
         length,
         SCALE=dim**-0.5,
-        DROPOUT=spec.dropout_p,
+        DROPOUT=spec.dropout,
         BLOCK=spec.block_size,
         CHUNK=chunk,
         **kernel_options(q, tile),
@@ -74,26 +64,15 @@ def joint_out(
 
 
 def joint_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pad: Tensor | None,
-    alpha: Tensor,
-    beta: Tensor,
-    spec: HybridSpec,
-    state: Sequence[Tensor],
-    do: Tensor,
-    needed: Sequence[bool],
+    spec: Spec, inputs: Inputs, padding: Tensor | None, state: Sequence[Tensor], do: Tensor, needed: Sequence[bool]
 ) -> Sequence[Tensor | None]:
-    """Return the gradients of q, k, v, α, β and the offset for the joint form.
+    """Return the gradients of q, k, v, α, β and the offset for the joint form; see `Backend.backward`.
 
-    Args:
-        q, k, v, pad, alpha, beta, spec: the same as in `joint_out`.
-        do: the gradient of the output, (B, H, N, D) with dense features.
-        needed: three values, which say whether the gradients of α, β and the offset are needed.
-
-    Returns: three gradients (B, H, N, D), then three gradients (B, H), each None if it is not needed.
+    `do` is the gradient of the output, (B, H, N, D) with dense features.
     """
+    q, k, v, alpha, beta, offset, *_ = inputs
+    assert alpha is not None
+    assert offset is not None
     batch, heads, length, dim = q.shape
     bh = batch * heads
     dq = torch.empty_like(q)
@@ -109,13 +88,13 @@ def joint_backward(
         k,
         v,
         do,
-        pad,
-        _count_padding(pad),
+        padding,
+        _count_padding(padding),
         alpha,
         beta,
-        _joint_offset(spec),
+        offset.contiguous(),
         *state,
-        spec.seed,
+        inputs.seed,
         query_stats,
         dq,
         dalpha,
@@ -127,12 +106,12 @@ def joint_backward(
         heads,
         length,
         SCALE=dim**-0.5,
-        DROPOUT=spec.dropout_p,
+        DROPOUT=spec.dropout,
         BLOCK=spec.block_size,
         CHUNK=chunk,
         **kernel_options(q, tile),
     )
-    g, grad_state = _compute_grad_state(q, pad, alpha, state, do, query_stats)
+    g, grad_state = _compute_grad_state(q, padding, alpha, state, do, query_stats)
     dk = torch.empty_like(q)
     dv = torch.empty_like(q)
     tile = tiles_for(q).for_block_size("joint_dkv", spec.block_size)
@@ -144,13 +123,13 @@ def joint_backward(
         k,
         v,
         do,
-        pad,
+        padding,
         alpha,
         beta,
         *state[:2],
         g,
         grad_state,
-        spec.seed,
+        inputs.seed,
         query_stats,
         dk,
         dv,
@@ -162,7 +141,7 @@ def joint_backward(
         heads,
         length,
         SCALE=dim**-0.5,
-        DROPOUT=spec.dropout_p,
+        DROPOUT=spec.dropout,
         BLOCK=spec.block_size,
         CHUNK=chunk,
         **kernel_options(q, tile),
@@ -174,7 +153,7 @@ def joint_backward(
 
 
 def _compute_grad_state(
-    q: Tensor, pad: Tensor | None, alpha: Tensor, state: Sequence[Tensor], do: Tensor, query_stats: Tensor
+    q: Tensor, padding: Tensor | None, alpha: Tensor, state: Sequence[Tensor], do: Tensor, query_stats: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute the sums over the queries that backward_kernels.py defines.
 
@@ -182,7 +161,7 @@ def _compute_grad_state(
     """
     batch, heads, length, dim = q.shape
     bh = batch * heads
-    _, log_s, S = state
+    _, log_key_sum, S = state
     splits, tokens = split_tokens(length, dim)
     g = workspace(q, bh, dim)
     grad_state = torch.empty_like(S)
@@ -203,24 +182,18 @@ def _compute_grad_state(
         length,
         tokens,
         FINAL=splits == 1,
-        PADDED=pad is not None,
+        PADDED=padding is not None,
         **kernel_options(q, tiles_for(q).dstate),
     )
     if splits > 1:
         backward_kernels._lln_dcombine_kernel[bh, dim * dim // 256](
-            *parts, log_s, S, g, grad_state, length, splits, WEIGHT=1.0, D=dim, COLS=256, ROWS=16, num_warps=4
+            *parts, log_key_sum, S, g, grad_state, length, splits, WEIGHT=1.0, D=dim, COLS=256, ROWS=16, num_warps=4
         )
     return g, grad_state
 
 
-def _count_padding(pad: Tensor | None) -> Tensor | None:
-    """Return the number of padding keys of each sequence, int32 (B,), or None if `pad` is None."""
-    if pad is None:
+def _count_padding(padding: Tensor | None) -> Tensor | None:
+    """Return the number of padding keys of each sequence, int32 (B,), or None if `padding` is None."""
+    if padding is None:
         return None
-    return pad.sum(dim=-1, dtype=torch.int32)
-
-
-def _joint_offset(spec: HybridSpec) -> Tensor:
-    """Return the offset of the joint form, (B, H), contiguous."""
-    assert spec.offset is not None
-    return spec.offset.contiguous()
+    return padding.sum(dim=-1, dtype=torch.int32)

@@ -31,7 +31,7 @@ from lln_fairseq.ops.backends.triton.forward_kernels import (
     _dropout_scale,
     _head_offset,
     _load_keys,
-    _load_log_normalizer,
+    _load_log_sum,
     _query_features,
     _row_pointers,
 )
@@ -44,7 +44,7 @@ def _joint_dstate_kernel(
     do,
     alpha,
     m,
-    log_s,
+    log_key_sum,
     S,
     query_stats,
     g,
@@ -80,7 +80,7 @@ def _joint_dstate_kernel(
     o_d = tl.arange(0, D)
     o_dd = o_d[:, None] * D + o_d[None, :]
     b_alpha = tl.load(alpha + i_bh)
-    b_l = _load_log_normalizer(m, log_s, i_bh, D)
+    b_l = _load_log_sum(m, log_key_sum, i_bh, D)
     b_dS = tl.zeros([D, D], tl.float32)
     b_g = tl.zeros([D], tl.float32)
     for i_r in range(0, end - start, ROWS):
@@ -105,7 +105,7 @@ def _joint_dstate_kernel(
         b_dS = _dot(tl.trans(b_a), b_do.to(DOT), acc=b_dS)
 
     if FINAL:
-        b_log_key_sum = tl.load(log_s + i_bh * D + o_d)
+        b_log_key_sum = tl.load(log_key_sum + i_bh * D + o_d)
         scale = _state_scale(b_log_key_sum, N)
         b_inverse_key_sum = tl.exp2(-b_log_key_sum)
         b_dS *= (b_inverse_key_sum * scale)[:, None]
@@ -125,7 +125,7 @@ def _joint_block_dkv(
     p_stats,
     b_alpha,
     m,
-    log_s,
+    log_key_sum,
     seed,
     i_bh,
     o_k,
@@ -175,8 +175,8 @@ def _joint_block_dkv(
         b_q = tl.load(_row_pointers(q, start + i_r, stride_n, ROWS, D), mask=usable[:, None], other=0.0)
         b_do = tl.load(_row_pointers(p_do, start + i_r, stride_do_n, ROWS, D), mask=in_range[:, None], other=0.0)
         b_do = b_do.to(DOT)
-        b_a = _query_features(b_q, b_alpha, _load_log_normalizer(m, log_s, i_bh, D))
-        inverse_min_s, b_min_s_over_s = _load_inverse_s(log_s, i_bh, D)
+        b_a = _query_features(b_q, b_alpha, _load_log_sum(m, log_key_sum, i_bh, D))
+        inverse_min_s, b_min_s_over_s = _load_inverse_s(log_key_sum, i_bh, D)
         # (queries, keys), not transposed: this way a thread needs the statistics of few queries.
         b_scores = _dot(b_q.to(DOT), tl.trans(b_k))
         b_p = b_block_weight[:, None] * _exp2_at_most_1(b_scores * (SCALE * LOG2E) - b_lse[:, None])
@@ -209,11 +209,11 @@ def _joint_dkv_kernel(
     k,
     v,
     do,
-    pad,
+    padding,
     alpha,
     beta,
     m,
-    log_s,
+    log_key_sum,
     g,
     dS,
     seed,
@@ -258,13 +258,13 @@ def _joint_dkv_kernel(
     b_alpha = tl.load(alpha + i_bh)
     b_beta = tl.load(beta + i_bh)
     p_m = m + i_bh * D + o_d
-    p_log_s = log_s + i_bh * D + o_d
-    scale = _state_scale(tl.load(p_log_s), N)
+    p_log_key_sum = log_key_sum + i_bh * D + o_d
+    scale = _state_scale(tl.load(p_log_key_sum), N)
     unscale = 1.0 / scale
     b_dbeta = tl.zeros([ROWS], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
         i_t = start + i_r
-        o_k, real, b_k, b_v = _load_keys(k + offset, v + offset, pad, i_b, i_t, end, stride_n, N, D, ROWS)
+        o_k, real, b_k, b_v = _load_keys(k + offset, v + offset, padding, i_b, i_t, end, stride_n, N, D, ROWS)
         in_range = (o_k < end)[:, None]
         p_k = k + offset + i_t.to(tl.int64) * stride_n
         p_v = v + offset + i_t.to(tl.int64) * stride_n
@@ -279,7 +279,7 @@ def _joint_dkv_kernel(
             p_stats,
             b_alpha,
             m,
-            log_s,
+            log_key_sum,
             seed,
             i_bh,
             o_k,
@@ -292,7 +292,7 @@ def _joint_dkv_kernel(
             DROPOUT,
             BLOCK,
             CHUNK,
-            pad is not None,
+            padding is not None,
             D,
             ROWS,
             DOT,
@@ -304,7 +304,7 @@ def _joint_dkv_kernel(
         p_dv = _row_pointers(dv + offset_out, i_t, stride_out_n, ROWS, D)
         tl.store(p_dv, b_dv.to(dv.dtype.element_ty), mask=in_range)
         # v dSᵀ + Xᵀ A / s, times the scale of dS
-        b_xa = b_xa * (scale * tl.exp2(-tl.load(p_log_s)))[None, :]
+        b_xa = b_xa * (scale * tl.exp2(-tl.load(p_log_key_sum)))[None, :]
         b_dw = _add_times_state_T(b_xa, p_v, real, dS + i_bh * D * D, stride_n, D, ROWS, DOT)
         b_k = tl.load(_row_pointers(k + offset, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0)
         b_dw = unscale * b_dw - tl.load(g + i_bh * D + o_d)[None, :]

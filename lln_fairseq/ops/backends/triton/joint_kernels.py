@@ -24,7 +24,7 @@ from lln_fairseq.ops.backends.triton.forward_kernels import (
     _is_real_key,
     _is_usable_query,
     _load_keys,
-    _load_log_normalizer,
+    _load_log_sum,
     _query_features,
     _reciprocal_or_zero,
     _row_pointers,
@@ -36,11 +36,11 @@ FLOOR = tl.constexpr(_FLOOR)
 
 
 @triton.jit
-def _load_inverse_s(log_s, i_bh, D: tl.constexpr):
+def _load_inverse_s(log_key_sum, i_bh, D: tl.constexpr):
     """Return two factors whose product is 1 / s: the number 1 / min s, and min s / s, (D,), which is at most 1."""
-    b_log_key_sum = tl.load(log_s + i_bh * D + tl.arange(0, D))
-    min_log_s = tl.min(b_log_key_sum, 0)
-    return tl.exp2(-min_log_s), tl.exp2(min_log_s - b_log_key_sum)
+    b_log_key_sum = tl.load(log_key_sum + i_bh * D + tl.arange(0, D))
+    min_log_key_sum = tl.min(b_log_key_sum, 0)
+    return tl.exp2(-min_log_key_sum), tl.exp2(min_log_key_sum - b_log_key_sum)
 
 
 @triton.jit
@@ -52,15 +52,15 @@ def _mask_other_blocks(b_x, o_q, o_k, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _count_block_keys(pad, i_b, o_q, start, end, N, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+def _count_block_keys(padding, i_b, o_q, start, end, N, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """Return the number of keys that are not padding in the block of each query of the chunk [start, end), (ROWS,)."""
     o_block = o_q // BLOCK * BLOCK
-    if pad is None:
+    if padding is None:
         return tl.minimum(o_block + BLOCK, N) - o_block
     b_count = tl.zeros_like(o_q)
     for i_r in range(0, CHUNK, 16):
         o_k = start + i_r + tl.arange(0, 16)
-        real = _is_real_key(pad, i_b, o_k, end, N)[None, :]
+        real = _is_real_key(padding, i_b, o_k, end, N)[None, :]
         b_count += tl.sum((real & (o_block[:, None] == (o_k // BLOCK * BLOCK)[None, :])).to(tl.int32), 1)
     return b_count
 
@@ -118,7 +118,7 @@ def _block_and_outside(
     inverse_min_s,
     k,
     v,
-    pad,
+    padding,
     b_beta,
     b_m,
     seed,
@@ -158,7 +158,7 @@ def _block_and_outside(
     b_inside = tl.zeros([ROWS], tl.float32)
     b_o = tl.zeros([ROWS, D], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
-        o_k, real, b_k, b_v = _load_keys(k, v, pad, i_b, start + i_r, end, stride_n, N, D, ROWS)
+        o_k, real, b_k, b_v = _load_keys(k, v, padding, i_b, start + i_r, end, stride_n, N, D, ROWS)
         b_v = b_v.to(DOT)
         # (keys, D)
         b_w = _key_features(b_k, real, b_beta, b_m).to(DOT)
@@ -186,13 +186,13 @@ def _joint_out_kernel(
     q,
     k,
     v,
-    pad,
+    padding,
     padded,
     alpha,
     beta,
     joint_offset,
     m,
-    log_s,
+    log_key_sum,
     S,
     seed,
     out,
@@ -217,7 +217,7 @@ def _joint_out_kernel(
     The grid is (B H, ⌈N / CHUNK⌉).
 
     Args:
-        padded: int32 (B,), the number of padding keys of each sequence. It is None if pad is None.
+        padded: int32 (B,), the number of padding keys of each sequence. It is None if padding is None.
         joint_offset: (B H,), the offset o of each head.
     """
     i_bh = tl.program_id(0).to(tl.int64)
@@ -231,8 +231,8 @@ def _joint_out_kernel(
     o_d = tl.arange(0, D)
     b_alpha = tl.load(alpha + i_bh)
     b_beta = tl.load(beta + i_bh)
-    b_l = _load_log_normalizer(m, log_s, i_bh, D)
-    inverse_min_s, b_min_s_over_s = _load_inverse_s(log_s, i_bh, D)
+    b_l = _load_log_sum(m, log_key_sum, i_bh, D)
+    inverse_min_s, b_min_s_over_s = _load_inverse_s(log_key_sum, i_bh, D)
     b_m = tl.load(m + i_bh * D + o_d)
     sequence_keys = _count_sequence_keys(padded, i_b, N)
     for i_r in range(0, CHUNK, ROWS):
@@ -241,8 +241,8 @@ def _joint_out_kernel(
         in_range = (o_q < end)[:, None]
         # (ROWS, D)
         b_q = tl.load(_row_pointers(q + offset, i_t, stride_n, ROWS, D), mask=in_range, other=0.0)
-        if pad is not None:
-            b_q = tl.where(_is_usable_query(b_q, pad, i_b, o_q, end, N)[:, None], b_q, 0.0)
+        if padding is not None:
+            b_q = tl.where(_is_usable_query(b_q, padding, i_b, o_q, end, N)[:, None], b_q, 0.0)
         b_a = _query_features(b_q, b_alpha, b_l)
         # (D, D)
         b_state = tl.load(S + i_bh * D * D + o_d[:, None] * D + o_d[None, :]).to(DOT)
@@ -255,7 +255,7 @@ def _joint_out_kernel(
             inverse_min_s,
             k + offset,
             v + offset,
-            pad,
+            padding,
             b_beta,
             b_m,
             seed,
@@ -276,7 +276,7 @@ def _joint_out_kernel(
         )
         # (ROWS,)
         b_u = _outside_mass(b_inside)
-        b_block_keys = _count_block_keys(pad, i_b, o_q, start, end, N, BLOCK, CHUNK)
+        b_block_keys = _count_block_keys(padding, i_b, o_q, start, end, N, BLOCK, CHUNK)
         b_c, _, _ = _outside_weight(b_u, tl.load(joint_offset + i_bh), b_block_keys, sequence_keys)
         b_block_weight = (1.0 - b_c * b_u) * _reciprocal_or_zero(b_row_sum)
         # (ROWS, D)

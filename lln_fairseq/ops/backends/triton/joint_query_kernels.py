@@ -30,7 +30,7 @@ from lln_fairseq.ops.backends.triton.forward_kernels import (
     _head_offset,
     _is_usable_query,
     _load_keys,
-    _load_log_normalizer,
+    _load_log_sum,
     _log_sum_exp,
     _query_features,
     _reciprocal_or_zero,
@@ -54,7 +54,7 @@ def _block_row_sums(
     b_scaled_a,
     k,
     v,
-    pad,
+    padding,
     b_beta,
     b_m,
     seed,
@@ -88,7 +88,7 @@ def _block_row_sums(
     b_inside = tl.zeros([ROWS], tl.float32)
     b_me = tl.zeros([ROWS], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
-        o_k, real, b_k, b_v = _load_keys(k, v, pad, i_b, start + i_r, end, stride_n, N, D, ROWS)
+        o_k, real, b_k, b_v = _load_keys(k, v, padding, i_b, start + i_r, end, stride_n, N, D, ROWS)
         # (queries, keys)
         b_e = _dot(b_do, tl.trans(b_v.to(DOT)))
         # (keys, D)
@@ -122,7 +122,7 @@ def _block_dq_and_da(
     b_du,
     k,
     v,
-    pad,
+    padding,
     b_beta,
     b_m,
     seed,
@@ -154,7 +154,7 @@ def _block_dq_and_da(
     """
     b_dq = tl.zeros([ROWS, D], tl.float32)
     for i_r in range(0, CHUNK, ROWS):
-        o_k, real, b_k, b_v = _load_keys(k, v, pad, i_b, start + i_r, end, stride_n, N, D, ROWS)
+        o_k, real, b_k, b_v = _load_keys(k, v, padding, i_b, start + i_r, end, stride_n, N, D, ROWS)
         # (queries, keys)
         b_e = _dot(b_do, tl.trans(b_v.to(DOT)))
         # (keys, D)
@@ -182,13 +182,13 @@ def _joint_dq_kernel(
     k,
     v,
     do,
-    pad,
+    padding,
     padded,
     alpha,
     beta,
     joint_offset,
     m,
-    log_s,
+    log_key_sum,
     S,
     seed,
     query_stats,
@@ -241,14 +241,14 @@ def _joint_dq_kernel(
         in_range = o_q < end
         # (ROWS, D)
         b_q = tl.load(_row_pointers(q + offset, i_t, stride_n, ROWS, D), mask=in_range[:, None], other=0.0)
-        usable = _is_usable_query(b_q, pad, i_b, o_q, end, N)
-        if pad is not None:
+        usable = _is_usable_query(b_q, padding, i_b, o_q, end, N)
+        if padding is not None:
             b_q = tl.where(usable[:, None], b_q, 0.0)
         b_do = tl.load(_row_pointers(p_do, i_t, stride_do_n, ROWS, D), mask=in_range[:, None], other=0.0).to(DOT)
-        b_a = _query_features(b_q, b_alpha, _load_log_normalizer(m, log_s, i_bh, D))
+        b_a = _query_features(b_q, b_alpha, _load_log_sum(m, log_key_sum, i_bh, D))
         # (D,)
         b_m = tl.load(m + i_bh * D + o_d)
-        inverse_min_s, b_min_s_over_s = _load_inverse_s(log_s, i_bh, D)
+        inverse_min_s, b_min_s_over_s = _load_inverse_s(log_key_sum, i_bh, D)
         # (ROWS,)
         b_lse, b_de, b_inside, b_me = _block_row_sums(
             b_q.to(DOT),
@@ -256,7 +256,7 @@ def _joint_dq_kernel(
             (b_a * b_min_s_over_s[None, :]).to(DOT),
             k + offset,
             v + offset,
-            pad,
+            padding,
             b_beta,
             b_m,
             seed,
@@ -290,21 +290,21 @@ def _joint_dq_kernel(
         b_inside *= inverse_min_s
         b_oe = tl.sum(b_a * b_da, 1) - inverse_min_s * b_me
         b_u = _outside_mass(b_inside)
-        b_block_keys = _count_block_keys(pad, i_b, o_q, start, end, N, BLOCK, CHUNK)
+        b_block_keys = _count_block_keys(padding, i_b, o_q, start, end, N, BLOCK, CHUNK)
         b_c, b_dc_du, b_dc_doffset = _outside_weight(b_u, tl.load(joint_offset + i_bh), b_block_keys, sequence_keys)
         b_block_weight = 1.0 - b_c * b_u
         b_du = b_dc_du * b_oe - (b_c + b_dc_du * b_u) * b_de
         b_delta = b_c * b_oe - b_du * b_inside
         b_djoint_offset += b_dc_doffset * (b_oe - b_u * b_de)
-        if pad is not None:
+        if padding is not None:
             b_lse = tl.where(usable, b_lse, float("inf"))  # weights of unusable queries become 0 in the later kernels
 
         # (ROWS, D): s dA = c s do Sᵀ + X W
-        p_log_s = log_s + i_bh * D + o_d
+        p_log_key_sum = log_key_sum + i_bh * D + o_d
         b_dq, b_da = _block_dq_and_da(
             b_q.to(DOT),
             b_do,
-            b_c[:, None] * tl.exp2(tl.load(p_log_s))[None, :] * b_da,
+            b_c[:, None] * tl.exp2(tl.load(p_log_key_sum))[None, :] * b_da,
             b_lse,
             b_de,
             b_c,
@@ -312,7 +312,7 @@ def _joint_dq_kernel(
             b_du,
             k + offset,
             v + offset,
-            pad,
+            padding,
             b_beta,
             b_m,
             seed,
@@ -340,7 +340,7 @@ def _joint_dq_kernel(
         tl.store(p_stats + 5 * stride_stat, b_delta, mask=in_range)
         # q is loaded again, so that it does not stay in registers.
         b_q = tl.load(_row_pointers(q + offset, i_t, stride_n, ROWS, D), mask=usable[:, None], other=0.0)
-        b_dx = b_a * (tl.exp2(-tl.load(p_log_s))[None, :] * b_da - b_delta[:, None])
+        b_dx = b_a * (tl.exp2(-tl.load(p_log_key_sum))[None, :] * b_da - b_delta[:, None])
         b_dalpha += tl.sum(b_q.to(tl.float32) * b_dx, 1)
         p_dq = _row_pointers(dq + offset_out, i_t, stride_out_n, ROWS, D)
         tl.store(p_dq, (b_alpha * b_dx + SCALE * b_dq).to(dq.dtype.element_ty), mask=in_range[:, None])

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lln_fairseq.ops.backends import DIAG, LLN, Spec
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 HEAD_DIMS = (16, 32, 64, 128)
 BLOCK_SIZES = range(16, 257)
@@ -123,8 +125,10 @@ def tiles_key(q: Tensor) -> tuple[int, int, int]:
     return architecture, q.element_size(), largest_dim
 
 
-def is_supported(q: Tensor, block_size: int | None = None, max_global_tokens: int = 0) -> str | None:
-    """Return None if the kernels can run on tensors like q, otherwise a sentence; see `Backend.is_supported`."""
+def reason_against(spec: Spec, q: Tensor) -> str | None:
+    """See `Backend.reason_against`."""
+    if spec.form == DIAG:
+        return "The Triton kernels have no block-diagonal attention without LLN."
     if q.dtype not in _DTYPES:
         return f"The Triton kernels support float16, bfloat16 and float32, not {q.dtype}."
     if q.shape[-1] not in HEAD_DIMS:
@@ -135,9 +139,9 @@ def is_supported(q: Tensor, block_size: int | None = None, max_global_tokens: in
         return "The Triton kernels need compute capability 8.0: Triton does not use the tensor cores of older GPUs."
     if not INTERPRETED and q.element_size() * q.shape[-1] == 512 and shared_memory(q.device) < 147456:
         return "float32 with head dim 128 needs 144 KB of shared memory, which this device does not have."
-    if block_size is not None and block_size not in BLOCK_SIZES:
-        return f"The Triton kernels support blocks of 16 to 256 tokens, not {block_size}."
-    if max_global_tokens:
+    if spec.form != LLN and spec.block_size not in BLOCK_SIZES:
+        return f"The Triton kernels support blocks of 16 to 256 tokens, not {spec.block_size}."
+    if spec.max_global:
         return "The Triton kernels do not support global tokens yet."
     return None
 
@@ -213,14 +217,14 @@ def strides(x: Tensor) -> tuple[int, int, int]:
     return x.stride(0), x.stride(1), x.stride(2)
 
 
-def mask_bytes(key_padding_mask: Tensor | None) -> Tensor | None:
+def mask_bytes(padding: Tensor | None) -> Tensor | None:
     """Return a bool mask (B, N) as contiguous bytes, or None if the mask is None.
 
     The result shares memory with the mask if the mask is contiguous.
     """
-    if key_padding_mask is None:
+    if padding is None:
         return None
-    return key_padding_mask.contiguous().view(torch.uint8)
+    return padding.contiguous().view(torch.uint8)
 
 
 def workspace(like: Tensor, *shape: int) -> Tensor:

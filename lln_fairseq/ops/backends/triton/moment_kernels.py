@@ -90,7 +90,7 @@ def _store_matched(
 def _moments_kernel(
     q,
     k,
-    pad,
+    padding,
     log_s_table,
     log_sigma2_table,
     part,
@@ -130,7 +130,7 @@ def _moments_kernel(
     square_k = 0.0
     for i_r in range(0, end - start, ROWS):
         i_t = start + i_r
-        real = _is_real_key(pad, i_bh // H, i_t + tl.arange(0, ROWS), end, N)
+        real = _is_real_key(padding, i_bh // H, i_t + tl.arange(0, ROWS), end, N)
         b_weight = real.to(tl.float32)[:, None]
         # (ROWS, D)
         b_q = tl.load(_row_pointers(q + offset, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0).to(tl.float32)

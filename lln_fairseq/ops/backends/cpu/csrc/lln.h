@@ -82,10 +82,8 @@ static void sum_keys(const problem *p, int64_t head, scratch c) {
     for (int d = 0; d < D; d++) {
         const float factor = has_real_key ? p->lln_weight / key_sum[d] : 0;
         log_sum[d] = has_real_key ? key_max[d] + logf(key_sum[d]) : 0;
-        if (p->state_rows > D + 1) {
-            log_sum[D + d] = has_real_key ? key_max[d] : 0;
-            log_sum[2 * D + d] = has_real_key ? key_sum[d] : p->joint != 0;
-        }
+        log_sum[D + d] = has_real_key ? key_max[d] : 0;
+        log_sum[2 * D + d] = has_real_key ? key_sum[d] : p->joint != 0;
         for (int e = 0; e < D; e++) state[d * D + e] *= factor;
     }
 }

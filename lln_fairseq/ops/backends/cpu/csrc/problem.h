@@ -10,7 +10,6 @@ typedef struct {
 /* The arguments of a call. FIELDS in backends/cpu/__init__.py lists them in the same order. */
 typedef struct {
     int64_t batches, heads, tokens, tile_size, threads;
-    int64_t state_rows;     /* rows of D numbers that `states` has for each head: D + 1 or D + 3 */
     int64_t keep_threshold; /* a probability is kept if its 16 random bits are less than this; 0 = no dropout */
     int64_t joint;          /* 1 for the joint form, see joint.h; otherwise 0 */
     int64_t max_global;     /* the largest number in `global_tokens`, 0 without it */
@@ -18,7 +17,7 @@ typedef struct {
     double lln_weight, diag_weight; /* weights of the two parts; a part of weight 0 is not computed */
     const uint8_t *padding;         /* (B, N), 1 = padded, or NULL */
     float *alpha, *beta;            /* (B H) */
-    float *states;                  /* (B H, state_rows, D): S, L and, if there are D + 3 rows, the two parts of L */
+    float *states;                  /* (B H, D + 3, D): S, L, and the maximum and the sum from which L is computed */
     float *grad_alpha, *grad_beta;  /* (B H) or NULL */
     float *offset, *grad_offset;    /* (B H) or NULL, the offset of the joint form */
     float *exchanged;               /* (B H, D + 1, D): dS and g, for the exchange between the workers; or NULL */
@@ -115,6 +114,6 @@ static const float *load_keys(const view *x, span s, const float *valid, float *
 }
 
 /* Return a pointer to S (D, D) or to L (D) of a head. */
-static float *state_of_head(const problem *p, int64_t head) { return p->states + head * p->state_rows * D; }
+static float *state_of_head(const problem *p, int64_t head) { return p->states + head * (D + 3) * D; }
 
 static float *log_sum_of_head(const problem *p, int64_t head) { return state_of_head(p, head) + D * D; }

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lln_fairseq.attention.segments import first_segment_lengths
+from lln_fairseq.attention.context import first_segment_lengths
 
 BOS, PAD, EOS = 0, 1, 2
 
