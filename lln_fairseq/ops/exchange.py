@@ -8,7 +8,7 @@ sums over the tokens of the other workers. For G = B H heads of dimension D, a w
     forward    (G, D + 2, D)     all-gather    the sums over its keys: the maximum max_j β k_j of each feature,
                                                Σ_j e^(β k_j - maximum), and the state S = Wᵀ v
     backward   (G, D + 1, D)     all-reduce    the sums over its queries: dS = Aᵀ do, the gradient of the state, and
-                                               g = -dL, the negated gradient of L (backends/pytorch/lln.py)
+                                               g = -dL, the negated gradient of L (backends/torch.py)
 
 The sizes do not depend on the number of tokens. LASP-2 (arXiv 2502.07563) exchanges its states in the same way, but has
 no normalizer. The moments are sent in float64, all other sums in float32, or in float64 for float64 inputs.

@@ -115,8 +115,8 @@ def lln_diag_attention(
         group: the same as in `lln_attention`, but only with the mix "average". Every worker but the last must hold a
             multiple of block_size tokens, so that no block lies on two workers.
         global_tokens: the number of tokens at the start of every sequence that are global; only with the mix
-            "joint_offset". An
-            int for all sequences, an integer tensor (B,), or None for no global tokens. A number above N counts as N.
+            "joint_offset". An int for all sequences, an integer tensor (B,), or None for no global tokens. A number
+            above N counts as N.
             As keys, global tokens count as inside the block of every query. As queries, they attend to all keys by
             softmax. If S = block_size and no sequence has more than M global tokens, N (S + M) softmax scores are
             computed. With a tensor on a GPU, the host waits for its values.

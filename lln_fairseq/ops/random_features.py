@@ -10,27 +10,34 @@ and with the sums over the keys j that are not padding, the output is A S, where
 
 As in `linear_attention.balanced_features`, nothing overflows, and no epsilon is needed.
 
-M is several times D, so the heads are computed in groups, and no tensor of features is kept beyond its group. The
-backward pass needs q, k, v and, for each head, L (M) and S (M x D). It recomputes everything else.
+M is several times D, so the heads are computed in groups, and no tensor of features is kept beyond its group. Given x
+and y, this is LLN attention, with M features in place of D, and backends/torch.py has its gradients.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops.dispatch import (
-    check_inputs,
-    differentiable_gradients,
-    fresh_result,
-    is_traced_or_transformed,
+from lln_fairseq.ops import formula
+from lln_fairseq.ops.backends import LLN, Inputs, Spec
+from lln_fairseq.ops.backends.torch import (
+    empty_sums,
+    head_groups,
+    keys_backward,
+    load_gradient,
+    queries_backward,
+    select_sums,
+    store_sums,
+    with_joined_heads,
+    write_group,
 )
+from lln_fairseq.ops.dispatch import check_inputs, differentiable_gradients, fresh_result, is_traced_or_transformed
 from lln_fairseq.ops.dtypes import compute_dtype, without_autocast
+from lln_fairseq.ops.formula import Heads, KeySums
 from lln_fairseq.ops.linear_attention import balanced_features, linear_attention
 from lln_fairseq.ops.padding import clear_padding
-from lln_fairseq.ops.scratch import Scratch, head_groups
 
 
 @without_autocast
@@ -88,141 +95,49 @@ class RandomFeatureFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, omega: Tensor, padding: Tensor | None) -> Tensor:
-        """Compute the output (B, H, N, D) from q, k and v, which `clear_padding` has cleared, and omega (D, M)."""
-        run = _Run(q, omega, padding)
+        inputs = with_joined_heads(Inputs(q, k, v, padding=padding))
         out = fresh_result(q)
-        heads = q.shape[0] * q.shape[1]
-        dim, features = omega.shape
-        log_sums = run.omega.new_empty(heads, 1, features)
-        states = run.omega.new_empty(heads, features, dim)
-        for group in run.groups:
-            q_, k_, v_ = run.load(group, q=q, k=k, v=v)
-            w = run.log_keys(group, k_)
-            # If all keys are padding, the maximum is -inf. 0 instead of -inf makes W = 0, so S = 0 and out = 0.
-            maximum = w.amax(dim=1, keepdim=True).nan_to_num_(neginf=0.0)
-            w.sub_(maximum).exp_()
-            # The sum is at least its largest term, 1. Only a sequence that is all padding needs the clamp.
-            total = w.sum(dim=1, keepdim=True).clamp_min_(1.0)
-            state = torch.bmm(w.mT, v_, out=states[group]).div_(total.mT)
-            log_sum = torch.add(maximum, total.log_(), out=log_sums[group])
-            a = run.query_features(q_, log_sum)
-            run.store(group, out, torch.bmm(a, state, out=run.scratch("out", *q_.shape)))
-        ctx.save_for_backward(q, k, v, omega, padding, log_sums, states)
+        sums = empty_sums(q, omega.shape[1])
+        for group in head_groups(inputs, max(omega.shape)):
+            heads = _load_features(inputs, omega, group)
+            group_sums = formula.sum_keys(heads)
+            store_sums(group_sums, sums, group)
+            write_group(formula.query_features(heads, group_sums) @ group_sums.state, out, group)
+        ctx.save_for_backward(q, k, v, omega, padding, *sums)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, omega, padding, log_sums, states = ctx.saved_tensors
+        q, k, v, omega, padding, *sums = ctx.saved_tensors
         if not (torch.is_grad_enabled() or is_traced_or_transformed(grad)):
-            return *_gradients(grad, q, k, v, omega, padding, log_sums, states), None, None
+            return *_gradients(grad, Inputs(q, k, v, padding=padding), omega, KeySums(*sums)), None, None
 
-        def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return _formula(q, k, v, omega, padding)
 
-        return *differentiable_gradients(formula, (q, k, v), ctx.needs_input_grad[:3], grad), None, None
+        return *differentiable_gradients(plain, (q, k, v), ctx.needs_input_grad[:3], grad), None, None
 
 
 @without_autocast
-def _gradients(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    omega: Tensor,
-    padding: Tensor | None,
-    log_sums: Tensor,
-    states: Tensor,
-) -> Sequence[Tensor]:
-    """Return the gradients of q, k and v, all (B, H, N, D), in closed form.
-
-    The formulas are the same as for LLN attention (backends/pytorch/lln.py), except that the term |k|² in y adds
-    -k/√D Σ_m dy to the gradient of k.
-
-    Args:
-        grad: the gradient of the output, (B, H, N, D).
-        log_sums: L from the forward pass, (B H, 1, M).
-        states: S from the forward pass, (B H, M, D).
-    """
-    run = _Run(q, omega, padding)
-    dq = fresh_result(q)
-    dk = fresh_result(k)
-    dv = fresh_result(v)
-    for group in run.groups:
-        q_, k_, v_, grad_ = run.load(group, q=q, k=k, v=v, grad=grad)
-        log_sum = log_sums[group]
-        state = states[group]
-        out = run.scratch("out", *q_.shape)
-
-        a = run.query_features(q_, log_sum)
-        dx = torch.bmm(grad_, state.mT, out=run.scratch("dx", *a.shape)).mul_(a)
-        delta = dx.sum(dim=-1, keepdim=True)
-        dx.addcmul_(a, delta, value=-1)
-        grad_state = torch.bmm(a.mT, grad_)
-        g = torch.bmm(a.mT, delta).mT
-        run.store(group, dq, run.matmul(dx, run.omega.mT, out))
-
-        w = run.log_keys(group, k_).sub_(log_sum).exp_()
-        run.store(group, dv, torch.bmm(w, grad_state, out=out))
-        dy = torch.bmm(v_, grad_state.mT, out=dx).sub_(g).mul_(w)
-        dk_ = run.matmul(dy, run.omega.mT, out)
-        run.store(group, dk, dk_.addcmul_(k_, dy.sum(dim=-1, keepdim=True), value=-run.scale))
-    return dq, dk, dv
+def _gradients(grad: Tensor, inputs: Inputs, omega: Tensor, sums: KeySums) -> list[Tensor]:
+    """Return the gradients of q, k and v. The term |k|² in y adds -k/√D Σ_m dy to the gradient of k."""
+    results = [fresh_result(x) for x in inputs[:3]]
+    inputs = with_joined_heads(inputs)
+    for group in head_groups(inputs, max(omega.shape)):
+        heads = _load_features(inputs, omega, group)
+        group_sums = select_sums(sums, group)
+        dx, grad_state, g = queries_backward(heads, group_sums, load_gradient(grad, heads, group))
+        dy, dv = keys_backward(heads, group_sums, grad_state, g)
+        directions = omega.to(dx.dtype).mT
+        k = inputs.k.flatten(0, 1)[group]
+        dk = dy @ directions - k / math.sqrt(k.shape[-1]) * dy.sum(dim=-1, keepdim=True)
+        for x, target in zip((dx @ directions, dk, dv), results, strict=True):
+            write_group(x, target, group)
+    return results
 
 
-class _Run:
-    """The context of one forward or backward call: groups of heads, scratch memory, ω and the padding.
-
-    Tensors of a group of G heads are contiguous, (G, N, ...), in the compute dtype.
-
-    The results of `log_keys` and `query_features` are in scratch memory, which the next call of the same method
-    overwrites. A call of `query_features` also overwrites the result of `log_keys`.
-    """
-
-    def __init__(self, q: Tensor, omega: Tensor, padding: Tensor | None) -> None:
-        batch, heads, length, dim = q.shape
-        self.scratch = Scratch(q, length)
-        self.scale = 1 / math.sqrt(dim)
-        self.omega = omega.to(self.scratch.dtype)
-        self.groups = list(head_groups(batch * heads, length * max(omega.shape), q))
-        self.padding: Tensor | None = None  # (B H, N, 1)
-        if padding is not None:
-            self.padding = padding.repeat_interleave(heads, dim=0)[:, :, None]
-
-    def load(self, group: slice, **tensors: Tensor) -> list[Tensor]:
-        """Return the part of each tensor (B, H, N, D) that belongs to a group, as (G, N, D), in the same order.
-
-        The name of a keyword argument is the name of the scratch buffer that is used if the part must be copied.
-        """
-        return [self.scratch.load(name, x.flatten(0, 1)[group]) for name, x in tensors.items()]
-
-    @staticmethod
-    def store(group: slice, target: Tensor, result: Tensor) -> None:
-        """Copy the result (G, N, D) of a group of heads into `target`.
-
-        Args:
-            target: (B, H, N, D). Its batch and heads must be viewable as one dimension.
-        """
-        target.flatten(0, 1)[group].copy_(result)
-
-    @staticmethod
-    def matmul(x: Tensor, matrix: Tensor, out: Tensor) -> Tensor:
-        """Multiply x (G, N, F) by one matrix (F, M) for all heads. The product overwrites `out` and is returned."""
-        torch.mm(x.flatten(0, 1), matrix, out=out.flatten(0, 1))
-        return out
-
-    def log_keys(self, group: slice, k: Tensor) -> Tensor:
-        """Compute y (G, N, M) of the keys k (G, N, D) of a group in scratch memory; -inf for padding keys."""
-        y = self.matmul(k, self.omega, self.scratch("w", *k.shape[:2], self.omega.shape[1]))
-        y.sub_(torch.linalg.vecdot(k, k).mul_(self.scale / 2)[..., None])
-        if self.padding is not None:
-            y.masked_fill_(self.padding[group], -math.inf)
-        return y
-
-    def query_features(self, q: Tensor, log_sum: Tensor) -> Tensor:
-        """Compute A = softmax_m(x + L), (G, N, M), of the queries q (G, N, D) of a group in scratch memory.
-
-        log_sum is L, (G, 1, M).
-        """
-        shape = (*q.shape[:2], self.omega.shape[1])
-        x = self.matmul(q, self.omega, self.scratch("w", *shape)).add_(log_sum)
-        return torch.softmax(x, dim=-1, out=self.scratch("a", *shape))
+def _load_features(inputs: Inputs, omega: Tensor, group: slice) -> Heads:
+    """Return a group of heads with x and y, (G, N, M), in place of queries and keys."""
+    heads = formula.load_heads(Spec(LLN), inputs, group)
+    x, y = log_features(heads.q, heads.k, omega)
+    return heads._replace(q=x, k=y, alpha=1.0, beta=1.0)

@@ -12,13 +12,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lln_fairseq.attention import build_attention
-from lln_fairseq.ops.backends import AVERAGE, JOINT, LLN, MODULES, Inputs, Spec, load_backend
+from lln_fairseq.ops.backends import AVERAGE, JOINT, LLN, MODULES, Inputs, Spec, cpu, load_backend
 from lln_fairseq.ops.block_diag import block_diag_attention
 from lln_fairseq.ops.dispatch import FORMULA, choose_backend
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from lln_fairseq.ops.moment_matching import calibration_table, match_moments
 from lln_fairseq.ops.random_features import random_feature_attention
-from lln_fairseq.ops.scratch import forget_scratch
 from tests.helpers import (
     FLOAT32_FORWARD,
     FLOAT32_GRADIENT,
@@ -380,7 +379,6 @@ def test_kernels_are_not_used_for_tensor_subclasses(which):
 @every_mix
 def test_fake_and_meta_tensors_get_shapes(mix):
     calibration_table.cache_clear()
-    forget_scratch()
     for mode in (FakeTensorMode(), torch.device("meta")):
         with mode:
             q, k, v, *_ = (torch.empty(2, 3, 40, 32, requires_grad=True) for _ in range(3))
@@ -443,7 +441,6 @@ def test_default_dtype_and_device_do_not_change_results(mix, backend):
     q, k, v, *_ = inputs(mix, device=device_of(backend))
     expected = attend(mix, backend)(q, k, v, None, None)
     calibration_table.cache_clear()
-    forget_scratch()
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
@@ -454,11 +451,11 @@ def test_default_dtype_and_device_do_not_change_results(mix, backend):
 
 
 def test_scratch_of_inference_mode_can_be_used_outside_it():
-    q, k, v = random_qkv(length=40, dim=40)
-    forget_scratch()
+    q, k, v = random_qkv(length=40)
+    vars(cpu.THREAD).clear()
     with torch.inference_mode():
-        expected = lln_diag_attention(q, k, v, 1.0, 1.0, backend="torch")
-    assert torch.equal(lln_diag_attention(q.requires_grad_(), k, v, 1.0, 1.0, backend="torch"), expected)
+        expected = lln_diag_attention(q, k, v, 1.0, 1.0)
+    assert torch.equal(lln_diag_attention(q.requires_grad_(), k, v, 1.0, 1.0), expected)
 
 
 ATTENTIONS = {

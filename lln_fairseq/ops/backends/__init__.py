@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lln_fairseq.ops.exchange import Exchange
 
-MODULES = {"torch": f"{__name__}.pytorch", "triton": f"{__name__}.triton", "cpu": f"{__name__}.cpu"}
+MODULES = {"torch": f"{__name__}.torch", "triton": f"{__name__}.triton", "cpu": f"{__name__}.cpu"}
 
 LLN = "lln"
 DIAG = "diag"  # block-diagonal softmax

@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import struct
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +23,6 @@ from lln_fairseq.ops.backends.cpu.compile import CannotCompile, load_library
 from lln_fairseq.ops.dispatch import fresh_result, keep_threshold
 from lln_fairseq.ops.exchange import Exchange
 from lln_fairseq.ops.moment_matching import calibration_table
-from lln_fairseq.ops.scratch import THREAD
 
 SOURCE = Path(__file__).with_name("csrc") / "attention.c"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,6 +30,8 @@ HEAD_DIMS = range(16, 257, 16)
 MAX_BLOCK_SIZE = 256
 TILE_SIZE = 64  # tokens per tile for a call without blocks; otherwise a tile is a block
 NUM_LOG_SUM_ROWS = 3  # of the states, after the D rows of S: L, and the maximum and the sum from which L is computed
+
+THREAD = threading.local()  # its attribute `scratch` is the scratch memory of all calls from a Python thread
 
 logger = logging.getLogger(__name__)
 
@@ -131,10 +133,10 @@ def _call_kernel(
     threads = torch.get_num_threads()
     _threads_started |= threads > 1
     floats = threads * _scratch_floats(dim, tile_size, spec.max_global)
-    scratch = getattr(THREAD, "cpu_kernels", None)  # all calls from the same Python thread get the same memory
+    scratch = getattr(THREAD, "scratch", None)
     if scratch is None or scratch.numel() < floats:
         scratch = torch.empty(floats, dtype=torch.float32, device="cpu")
-        THREAD.cpu_kernels = scratch
+        THREAD.scratch = scratch
     threshold = 0
     seed = 0
     if spec.dropout:

@@ -1,6 +1,6 @@
 """Triton kernels that finish the backward pass of the joint form.
 
-The formulas and symbols are those of backends/pytorch/joint.py; forward_kernels.py explains the names.
+The formulas and symbols are those of backends/torch.py; forward_kernels.py explains the names.
 
 All kernels of the backward pass, in the order of their launches:
 

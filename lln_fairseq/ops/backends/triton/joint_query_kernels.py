@@ -1,7 +1,7 @@
 """Triton kernel that starts the backward pass of the joint form.
 
 It reads q, k, v and do, and writes dq, dα, the gradient of the offset o, and six numbers of each query that the later
-kernels need. The formulas and symbols are those of backends/pytorch/joint.py, with the softmax matrix Diag,
+kernels need. The formulas and symbols are those of backends/torch.py, with the softmax matrix Diag,
 E = do v_bᵀ, de_i = Σ_j Diag_ij E_ij and oe_i = do_i O_i. forward_kernels.py explains the names. The six numbers are the
 rows of `query_stats`, (6, B H, N) float32:
 

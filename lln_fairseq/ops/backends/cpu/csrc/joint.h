@@ -1,4 +1,4 @@
-/* The joint form of LLN+Diag. The formulas and symbols are those of ops/joint.py and backends/pytorch/joint.py. Each
+/* The joint form of LLN+Diag. The formulas and symbols are those of ops/joint.py and backends/torch.py. Each
    tile is a block. The keys of a block are its own tokens, followed by the global tokens that lie before the block. */
 
 static const float FLOOR = 0.0625f; /* FLOOR of ops/joint.py: the minimum of the divisor of c */
