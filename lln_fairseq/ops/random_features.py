@@ -25,6 +25,7 @@ from lln_fairseq.ops.backends import LLN, Inputs, Spec
 from lln_fairseq.ops.backends.torch import (
     empty_sums,
     head_groups,
+    join_heads,
     keys_backward,
     load_gradient,
     queries_backward,
@@ -123,6 +124,7 @@ def _gradients(grad: Tensor, inputs: Inputs, omega: Tensor, sums: KeySums) -> li
     """Return the gradients of q, k and v. The term |k|² in y adds -k/√D Σ_m dy to the gradient of k."""
     results = [fresh_result(x) for x in inputs[:3]]
     inputs = with_joined_heads(inputs)
+    grad = join_heads(grad)
     for group in head_groups(inputs, max(omega.shape)):
         heads = _load_features(inputs, omega, group)
         group_sums = select_sums(sums, group)

@@ -103,6 +103,7 @@ def backward(
     """See `Backend.backward`."""
     results = [fresh_result(x) for x in inputs[:3]]
     inputs = with_joined_heads(inputs)
+    grad = join_heads(grad)
     scalars = [inputs.q.new_zeros(inputs.q.shape[:2], dtype=compute_dtype(inputs.q.dtype)) for _ in needed]
     sums = KeySums(*saved) if saved else None
     if exchange is not None:
@@ -294,13 +295,18 @@ def _transposed_product(weights: Tensor, x: Tensor, heads: Heads) -> Tensor:
 
 
 def with_joined_heads(inputs: Inputs) -> Inputs:
-    """Return the inputs, with copies of q, k and v if their batch and heads cannot be viewed as one dimension."""
-    joined = []
-    for x in inputs[:3]:
-        is_view = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
-        joined.append(x if is_view else x.contiguous())
-    q, k, v = joined
-    return inputs._replace(q=q, k=k, v=v)
+    """Return the inputs with `join_heads` applied to q, k and v."""
+    return inputs._replace(q=join_heads(inputs.q), k=join_heads(inputs.k), v=join_heads(inputs.v))
+
+
+def join_heads(x: Tensor) -> Tensor:
+    """Return x (B, H, N, D), or a copy of it if its batch and heads cannot be viewed as one dimension.
+
+    Otherwise every group of heads would copy all of x.
+    """
+    if x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1):
+        return x
+    return x.contiguous()
 
 
 def head_groups(inputs: Inputs, columns: int) -> Iterator[slice]:
