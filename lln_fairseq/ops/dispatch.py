@@ -81,7 +81,7 @@ def fresh_result(x: Tensor) -> Tensor:
 def keep_threshold(dropout: float) -> int:
     """Return the threshold in [1, 65535] that 16 random bits must be below for a softmax weight to be kept.
 
-    The probability of dropping then differs from `dropout` by less than 1e-5.
+    The probability of dropping then differs from `dropout` by at most 2⁻¹⁶.
     """
     return min(max(round((1 - dropout) * 2**16), 1), 2**16 - 1)
 

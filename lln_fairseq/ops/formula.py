@@ -194,7 +194,10 @@ def key_products(x: Tensor, y: Tensor, heads: Heads, mask_value: float = 0.0) ->
 
 
 def mask_keys(products: Tensor, heads: Heads, value: float) -> Tensor:
-    """Return a copy of (G, blocks, S, S + E) with this value for padding keys and keys that are not global."""
+    """Return products (G, blocks, S, S + E) with this value for padding and for unused places of global keys.
+
+    If there are none, the result is `products` itself.
+    """
     if heads.padding is None and heads.global_padding is None:
         return products
     padding = explicit_block_padding(heads)

@@ -215,10 +215,11 @@ def _match_and_attend(
     if alpha is not None and beta is not None:
         tensors = tensors._replace(alpha=scalar_per_head(alpha, q, "alpha"), beta=scalar_per_head(beta, q, "beta"))
     backend = choose_backend(backend, spec, tensors)
-    if exchange is not None and backend == FORMULA:
-        if q.numel():
+    if exchange is not None:
+        if is_traced_or_transformed(*tensors):
             raise ValueError("attention over several workers cannot be traced, compiled or transformed")
-        backend = "torch"  # a worker without tokens takes part in the exchange, because the others wait for its sums
+        if backend == FORMULA:
+            backend = "torch"  # a worker without tokens takes part too, because the others wait for its sums
     if alpha is None:
         matched = scope == "head" and constants == "calibrated" and exchange is None and backend != FORMULA
         if matched:
