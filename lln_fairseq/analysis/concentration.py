@@ -14,8 +14,8 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from lln_fairseq.ops import reference
-from lln_fairseq.ops.dtypes import compute_dtype
-from lln_fairseq.ops.moment_matching import PAPER_A, PAPER_B, calibration_table, interpolate
+from lln_fairseq.ops.formula import PAPER_A, PAPER_B, compute_dtype, interpolate
+from lln_fairseq.ops.moment_matching import calibration_table
 
 
 def entropy(P: Tensor) -> Tensor:

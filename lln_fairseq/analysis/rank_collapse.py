@@ -8,7 +8,7 @@ padding first, since it would count as tokens.
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops.dtypes import compute_dtype
+from lln_fairseq.ops.formula import compute_dtype
 
 
 def residual(X: Tensor) -> Tensor:

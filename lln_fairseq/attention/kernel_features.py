@@ -5,9 +5,8 @@ from torch import Tensor
 from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.registry import Attention
 from lln_fairseq.ops import reference
-from lln_fairseq.ops.dtypes import compute_dtype
+from lln_fairseq.ops.formula import clear_padding, compute_dtype
 from lln_fairseq.ops.linear_attention import linear_attention
-from lln_fairseq.ops.padding import clear_padding
 
 
 class KernelFeatureAttention(Attention):

@@ -52,7 +52,7 @@ def check_global_setting(text: str, mix: str) -> None:
 
 @register_attention("lln_diag", LLNDiagConfig)
 class LLNDiagAttention(MomentMatchedAttention):
-    """LLN+Diag: ½ (LLN + block-diagonal softmax), as in the paper, or the joint form of ops/joint.py.
+    """LLN+Diag: ½ (LLN + block-diagonal softmax), as in the paper, or the joint form of ops/formula.py.
 
     Attention dropout applies to the block-diagonal part and to the softmax from and to global tokens.
     """

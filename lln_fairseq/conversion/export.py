@@ -27,7 +27,11 @@ from lln_fairseq.conversion.model_card import model_card
 from lln_fairseq.conversion.onnx_int8 import write_int8
 from lln_fairseq.conversion.read_tokenizer import TOKENIZER
 from lln_fairseq.conversion.sentence_pooling import pooling_files
-from lln_fairseq.conversion.to_hugging_face import MODELING, convert_to_hugging_face, longest_exported_sequence
+from lln_fairseq.conversion.to_hugging_face import (
+    convert_to_hugging_face,
+    longest_exported_sequence,
+    modeling_files,
+)
 from lln_fairseq.conversion.to_onnx import (
     LAST_HIDDEN_STATE,
     LOGITS,
@@ -103,8 +107,7 @@ def export(
             files |= pooling_files(pooling, features, longest_exported_sequence(exported.config))
         files[CONFIG] = (json.dumps(exported.config, indent=2, ensure_ascii=False) + "\n").encode()
         if "auto_map" in exported.config:
-            modeling = Path(__file__).with_name(f"{MODELING}.py")
-            files[modeling.name] = modeling.read_bytes()
+            files |= modeling_files()
         approximate = is_approximate(source_files)
         card = model_card(exported.config, exported.purpose, has_tokenizer, approximate, pooling, onnx or int8)
         files["README.md"] = card.encode()

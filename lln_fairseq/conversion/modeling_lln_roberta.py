@@ -1,13 +1,12 @@
 """RoBERTa for transformers with Linear Log-Normal attention (arXiv 2311.13541), with or without block-diagonal softmax.
 
-This file is shipped with every exported model. It needs only torch and transformers, and uses the kernels of
-lln_fairseq if that package is installed.
+This file is shipped with every exported model, beside formula.py, from which it then imports the mathematics. Both need
+only torch and transformers, and use the kernels of lln_fairseq if that package is installed.
 
 Shapes: B sequences, H heads, N tokens, D features of a head, C = H D features of a token. The argument `padded` is a
 bool tensor (B, N) that is True at padding, or None without padding.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -16,6 +15,19 @@ from torch import Tensor, nn
 from transformers import RobertaConfig, RobertaForMaskedLM, RobertaForSequenceClassification, RobertaModel
 from transformers.models.roberta.modeling_roberta import RobertaSelfAttention
 
+from lln_fairseq.ops.formula import (
+    AVERAGE,
+    JOINT,
+    LLN,
+    Inputs,
+    Spec,
+    alpha_beta,
+    attend_to_all_keys,
+    hybrid_formula,
+    standard_deviation,
+    token_moments,
+)
+
 try:
     from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 
@@ -23,14 +35,8 @@ try:
 except ImportError:
     HAS_KERNELS = False
 
-DENOMINATOR_FLOOR = 1 / 16
 FIRST_SEGMENT = "first_segment"
 MAX_GLOBAL_TOKENS = 128  # the largest number of global tokens of a first segment
-# The paper's moment matching, with the constants of the authors' code: sigma_lln^2 = PAPER_A sigma_tilde^2 + PAPER_B.
-PAPER_A = 0.14855178144710912
-PAPER_B = -0.35487039130661086
-MIN_SIGMA = 1e-6
-MAX_LOG_SIGMA2 = 24.0
 
 
 class LLNRobertaConfig(RobertaConfig):
@@ -163,327 +169,77 @@ class LLNSelfAttention(RobertaSelfAttention):
         if self.training:
             dropout = self.dropout.p
         if self.is_softmax:
-            return softmax_attention(q, k, v, padded, dropout)
-        block_size = self.config.block_size or q.shape[-1]
-        if HAS_KERNELS:
-            return self.attend_with_kernels(q, k, v, padded, block_size, dropout, global_tokens)
-        out = self.attend_without_kernels(q.float(), k.float(), v.float(), padded, block_size, dropout, global_tokens)
-        return out.to(q.dtype)
+            return attend_to_all_keys(q, k, v, padded, dropout)
+        if HAS_KERNELS and not torch.compiler.is_exporting():
+            return self.attend_with_kernels(q, k, v, padded, dropout, global_tokens)
+        return self.attend_without_kernels(q, k, v, padded, dropout, global_tokens)
 
     def attend_with_kernels(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        padded: Tensor | None,
-        block_size: int,
-        dropout: float,
-        global_tokens: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, padded: Tensor | None, dropout: float, global_tokens: Tensor | None
     ) -> Tensor:
         """Compute `attend` with the operations of lln_fairseq."""
         config = self.config
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"key_padding_mask": padded}
         if config.gain == "learned":
             options["alpha"], options["beta"] = self.alpha_beta(q, k, padded)
-        else:
+        else:  # the kernels compute both while they read q and k
             options["alpha"] = config.alpha
             options["beta"] = config.beta
             options["scope"] = config.scope
             options["constants"] = config.constants
+        if config.attention == "lln":
+            return lln_attention(q, k, v, **options)
+        if self.is_joint:
+            options["mix_parameter"] = self.offset
         if config.global_tokens == FIRST_SEGMENT:
             options["global_tokens"] = global_tokens
         elif global_tokens is not None:
             options["global_tokens"] = self.largest_prefix()  # a number, so that the GPU is not waited for
-        if config.attention == "lln":
-            return lln_attention(q, k, v, key_padding_mask=padded, **options)
-        if self.is_joint:
-            options["mix_parameter"] = self.offset
-        return lln_diag_attention(
-            q,
-            k,
-            v,
-            key_padding_mask=padded,
-            block_size=block_size,
-            dropout_p=dropout,
-            mix=config.mix,
-            **options,
-        )
+        return lln_diag_attention(q, k, v, block_size=config.block_size, dropout_p=dropout, mix=config.mix, **options)
 
     def attend_without_kernels(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        padded: Tensor | None,
-        block_size: int,
-        dropout: float,
-        global_tokens: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, padded: Tensor | None, dropout: float, global_tokens: Tensor | None
     ) -> Tensor:
-        """Compute `attend` for float32 inputs with plain operations of PyTorch."""
+        """Compute `attend` with formula.py."""
         alpha, beta = self.alpha_beta(q, k, padded)
-        a, w = plain_features(q, k, alpha, beta, padded)
-        if self.config.attention == "lln":
-            return plain_lln(a, w, v, padded)
-        if not self.is_joint:
-            return (plain_lln(a, w, v, padded) + plain_block_diag(q, k, v, padded, block_size, dropout)) / 2
+        form = LLN
+        offset = None
+        if self.is_joint:
+            form = JOINT
+            offset = self.offset.expand_as(alpha)
+        elif self.config.attention == "lln_diag":
+            form = AVERAGE
+        max_global = 0
+        if global_tokens is not None:
+            max_global = self.largest_prefix()
+        spec = Spec(form, self.config.block_size or q.shape[-1], dropout, max_global=max_global)
+        out = hybrid_formula(spec, Inputs(q, k, v, alpha, beta, offset, padded, global_tokens))
         if global_tokens is None:
-            return plain_joint(q, k, v, a, w, padded, block_size, dropout, self.offset)
-        prefix = self.largest_prefix()
-        out = plain_joint(q, k, v, a, w, padded, block_size, dropout, self.offset, global_tokens, prefix)
-        return with_global_queries(out, q, k, v, padded, dropout, global_tokens, prefix)
+            return out
+        rows = attend_to_all_keys(q[:, :, :max_global], k, v, padded, dropout)
+        is_global = torch.arange(q.shape[2], device=q.device) < global_tokens[:, None]
+        rows = F.pad(rows, (0, 0, 0, q.shape[2]))[:, :, : q.shape[2]]
+        return torch.where(is_global[:, None, :, None], rows, out)
 
     def alpha_beta(self, q: Tensor, k: Tensor, padded: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return alpha and beta, float32 (B, H), including the learned factors of the heads if there are any."""
-        alpha, beta = match_moments(q.float(), k.float(), padded, self.config)
-        if self.config.gain == "none":
+        """Return alpha and beta, (B, H), including the learned factors of the heads if there are any."""
+        config = self.config
+        if config.alpha is not None and config.beta is not None:
+            ones = q.new_ones(q.shape[:2], dtype=torch.float32)
+            alpha = config.alpha * ones
+            beta = config.beta * ones
+        else:
+            table = None
+            if config.constants == "calibrated":
+                assert config.moment_table is not None
+                table = [torch.tensor(row, device=q.device) for row in config.moment_table]
+            sigma_q = standard_deviation(token_moments(q, padded), config.scope)
+            sigma_k = standard_deviation(token_moments(k, padded), config.scope)
+            alpha, beta = alpha_beta(sigma_q, sigma_k, table)
+        if config.gain == "none":
             return alpha, beta
         gain = self.log_gain.float().exp()
         return alpha * gain[0], beta * gain[1]
-
-
-def softmax_attention(q: Tensor, k: Tensor, v: Tensor, padded: Tensor | None, dropout: float) -> Tensor:
-    """Compute softmax(q k^T / sqrt(D)) v, (B, H, n, D), with dropout on the weights.
-
-    q (B, H, n, D) are the queries of the first n tokens, and k, v are (B, H, N, D). Padded rows of them are ignored. If
-    all tokens of a sequence are padded, its output is 0.
-    """
-    visible = None
-    if padded is not None:
-        hidden = padded[:, None, :, None]
-        q = q.masked_fill(hidden[:, :, : q.shape[2]], 0.0)
-        k = k.masked_fill(hidden, 0.0)
-        v = v.masked_fill(hidden, 0.0)
-        # Without a visible key the weights would be NaN. Such a sequence sees all keys, whose values are 0.
-        visible = ~padded | padded.all(dim=1, keepdim=True)
-        visible = visible[:, None, None, :]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, dropout_p=dropout)
-
-
-def plain_features(q: Tensor, k: Tensor, alpha: Tensor, beta: Tensor, padded: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute the normalized features A and W of LLN, whose output is A (W^T v) (equation 8), without overflow.
-
-    For query i, key j and feature d: L_d = logsumexp_j(beta k_jd), A_id = softmax_d(alpha q_id + L_d) and
-    W_jd = exp(beta k_jd - L_d).
-
-    Args:
-        q, k: (B, H, N, D).
-        alpha, beta: (B, H).
-        padded: (B, N) or None. Padded keys get W = 0.
-
-    Returns:
-        A and W, (B, H, N, D) each. If all tokens of a sequence are padded, W is 0 and A is meaningless.
-    """
-    y = beta[..., None, None] * k
-    if padded is not None:
-        y = y.masked_fill(padded[:, None, :, None], -math.inf)
-    total = y.logsumexp(dim=-2, keepdim=True)
-    total = total.masked_fill(total == -math.inf, 0.0)  # all tokens are padded
-    return (alpha[..., None, None] * q + total).softmax(dim=-1), (y - total).exp()
-
-
-def plain_lln(a: Tensor, w: Tensor, v: Tensor, padded: Tensor | None) -> Tensor:
-    """Compute LLN's output a (w^T v), (B, H, N, D), from the normalized features a, w of `plain_features`.
-
-    Padded rows of v (B, H, N, D) are ignored.
-    """
-    w_transposed = w.mT
-    if padded is not None:
-        v = v.masked_fill(padded[:, None, :, None], 0.0)
-    return a @ (w_transposed @ v)
-
-
-class Blocks:
-    """Cuts tensors (B, H, N, D) into blocks of `size` tokens, (B, H, blocks, size, D), and joins them again.
-
-    `q` is one of these tensors, for its shape and device; `padded` is (B, N) or None.
-
-    Attributes:
-        hidden: (B, 1, blocks, 1, size) bool, True for keys that are padding or that fill up the last block.
-    """
-
-    def __init__(self, q: Tensor, padded: Tensor | None, size: int) -> None:
-        self.length = q.shape[2]
-        self.size = size
-        self.count = (self.length + size - 1) // size  # not -(-N // size): ONNX has no floor division of negatives
-        if padded is None:
-            padded = q.new_zeros(q.shape[0], self.length, dtype=torch.bool)
-        hidden = F.pad(padded, (0, self.count * size - self.length), value=True).unflatten(1, (self.count, size))
-        self.hidden = hidden[:, None, :, None]
-
-    def cut(self, x: Tensor) -> Tensor:
-        """Return x (B, H, N, D) as blocks; zeros fill up the last one."""
-        missing = self.count * self.size - self.length
-        return F.pad(x, (0, 0, 0, missing)).unflatten(2, (self.count, self.size))
-
-    def join(self, x: Tensor) -> Tensor:
-        """Return blocks (B, H, blocks, size, D) as (B, H, N, D), without the rows that filled up the last one."""
-        return x.flatten(2, 3).narrow(2, 0, self.length)
-
-    def with_prefix(self, x_blocks: Tensor, x: Tensor, prefix: int) -> Tensor:
-        """Return the blocks of x, (B, H, blocks, size, D), with the first `prefix` rows of x appended to each."""
-        rows = x[:, :, None, :prefix].expand(-1, -1, self.count, -1, -1)
-        return torch.cat([x_blocks, rows], dim=3)
-
-    def hidden_prefix(self, padded: Tensor | None, global_tokens: Tensor, prefix: int) -> Tensor:
-        """Return which of the first tokens are no additional key of a block, bool (B, 1, blocks, 1, n).
-
-        These are padded tokens, tokens that are not global, and tokens in or after the block. n is `prefix`, or the
-        length if that is smaller, and global_tokens is (B,).
-        """
-        token = torch.arange(self.length, device=global_tokens.device)[:prefix]
-        start = self.size * torch.arange(self.count, device=global_tokens.device)
-        hidden = token >= global_tokens[:, None]
-        if padded is not None:
-            hidden = hidden | padded[:, :prefix]
-        hidden = hidden[:, None] | (token >= start[:, None])
-        return hidden[:, None, :, None]
-
-
-def plain_block_diag(q: Tensor, k: Tensor, v: Tensor, padded: Tensor | None, block_size: int, dropout: float) -> Tensor:
-    """Compute softmax(q k^T / sqrt(D)) v, (B, H, N, D), inside blocks of tokens, with dropout on the weights.
-
-    The output is 0 in a block whose tokens are all padded.
-    """
-    blocks = Blocks(q, padded, block_size)
-    return blocks.join(attend_inside(blocks.cut(q), blocks.cut(k), blocks.cut(v), blocks.hidden, dropout))
-
-
-def attend_inside(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, dropout: float) -> Tensor:
-    """Compute softmax(q k^T / sqrt(D)) v of every block, (B, H, blocks, size, D), with dropout on the weights.
-
-    Args:
-        q: (B, H, blocks, size, D).
-        k, v: the keys and values of every block, (B, H, blocks, keys, D).
-        hidden: (B, 1, blocks, 1, keys) bool, True for keys that are ignored. Without others, the output is 0.
-        dropout: dropout probability.
-    """
-    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(hidden, torch.finfo(q.dtype).min)
-    weights = F.dropout(scores.softmax(dim=-1).masked_fill(hidden, 0.0), dropout)
-    return weights @ v.masked_fill(hidden.mT, 0.0)
-
-
-def plain_joint(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    w: Tensor,
-    padded: Tensor | None,
-    block_size: int,
-    dropout: float,
-    offset: Tensor,
-    global_tokens: Tensor | None = None,
-    prefix: int = 0,
-) -> Tensor:
-    """Compute the mix joint_offset, softmax inside the query's block and LLN outside: (1 - c u) Diag + c (LLN outside).
-
-    u is the weight that LLN gives to tokens outside the query's block, and c is 1 / (u + (1 - u) exp(-offset)), where
-    the denominator is at least DENOMINATOR_FLOOR. If all tokens of a sequence that are not padding are in one block,
-    the output (B, H, N, D) is that of softmax. Global tokens belong to every block as keys; `with_global_queries`
-    computes what they attend to.
-
-    Args:
-        q, k, v: (B, H, N, D).
-        a, w: LLN's features from `plain_features`, (B, H, N, D).
-        padded: (B, N) or None.
-        block_size: tokens of a block.
-        dropout: dropout probability of the softmax weights.
-        offset: (H,).
-        global_tokens: the number of global tokens of every sequence, (B,), or None.
-        prefix: the first tokens that can be global; a sequence has at most so many global tokens.
-    """
-    blocks = Blocks(q, padded, block_size)
-    lln = plain_lln(a, w, v, padded)
-    q_blocks = blocks.cut(q)
-    a_blocks = blocks.cut(a)
-    lln_blocks = blocks.cut(lln)
-    k_inside = blocks.cut(k)
-    v_inside = blocks.cut(v)
-    w_inside = blocks.cut(w)
-    hidden = blocks.hidden
-    all_real = (~hidden).sum(dim=-1, keepdim=True).sum(dim=2, keepdim=True)  # real tokens of each sequence
-    if global_tokens is not None:
-        k_inside = blocks.with_prefix(k_inside, k, prefix)
-        v_inside = blocks.with_prefix(v_inside, v, prefix)
-        w_inside = blocks.with_prefix(w_inside, w, prefix)
-        hidden = torch.cat([hidden, blocks.hidden_prefix(padded, global_tokens, prefix)], dim=-1)
-    diag = attend_inside(q_blocks, k_inside, v_inside, hidden, dropout)
-    weights_inside = (a_blocks @ w_inside.mT).masked_fill(hidden, 0.0)
-    u = (1 - weights_inside.sum(dim=-1, keepdim=True)).clamp(0, 1)
-    real = (~hidden).sum(dim=-1, keepdim=True)  # real tokens inside each block
-    denominator = u + (1 - u) * (-offset.float()[:, None, None, None]).exp()
-    c = 1 / denominator.clamp_min(DENOMINATOR_FLOOR)
-    c = c.masked_fill(real == 0, 1.0)
-    c = c.masked_fill((real == all_real) & (real > 0), 0.0)  # all real tokens are inside this block
-    lln_outside = lln_blocks - weights_inside @ v_inside.masked_fill(hidden.mT, 0.0)
-    return blocks.join((1 - c * u) * diag + c * lln_outside)
-
-
-def with_global_queries(
-    out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    padded: Tensor | None,
-    dropout: float,
-    global_tokens: Tensor,
-    prefix: int,
-) -> Tensor:
-    """Return `out` with softmax over all tokens as the output of the global tokens. All tensors are (B, H, N, D).
-
-    `global_tokens` (B,) and `prefix` are those of `plain_joint`.
-    """
-    first = q[:, :, :prefix]
-    exact = softmax_attention(first, k, v, padded, dropout)
-    is_global = torch.arange(first.shape[2], device=q.device) < global_tokens[:, None]
-    first = torch.where(is_global[:, None, :, None], exact, out[:, :, :prefix])
-    return torch.cat([first, out[:, :, prefix:]], dim=2)
-
-
-@torch.no_grad()
-def match_moments(q: Tensor, k: Tensor, padded: Tensor | None, config: LLNRobertaConfig) -> tuple[Tensor, Tensor]:
-    """Return the alpha and beta (B, H) that match LLN's attention weights to softmax's (section 4.1 of the paper).
-
-    If the configuration states both, those are returned. Neither has a gradient.
-
-    Args:
-        q, k: float32 (B, H, N, D).
-        padded: (B, N) or None.
-        config: the constants, scope and fixed values.
-    """
-    if config.alpha is not None and config.beta is not None:
-        ones = torch.ones(q.shape[:2], device=q.device)
-        return config.alpha * ones, config.beta * ones
-    sigma_q = standard_deviation(q, padded, config.scope)
-    sigma_k = standard_deviation(k, padded, config.scope)
-    log_s = 2 * (sigma_q.log() + sigma_k.log())
-    if config.constants == "paper":
-        log_sigma2 = ((log_s.exp() - PAPER_B) / PAPER_A).log()
-    else:  # linear interpolation in the table; beyond its ends, the first and the last segment are continued
-        xs, ys = torch.tensor(config.moment_table, device=q.device)
-        right = torch.bucketize(log_s, xs).clamp(1, len(xs) - 1)
-        slope = (ys[right] - ys[right - 1]) / (xs[right] - xs[right - 1])
-        log_sigma2 = ys[right - 1] + slope * (log_s - xs[right - 1])
-    sigma_tilde = (log_sigma2.clamp_max(MAX_LOG_SIGMA2) / 2).exp() / math.sqrt(2)
-    return sigma_tilde / sigma_q, sigma_tilde / sigma_k
-
-
-def standard_deviation(x: Tensor, padded: Tensor | None, scope: str) -> Tensor:
-    """Return the standard deviation of x (B, H, N, D) over features and unpadded tokens, (B, H), at least MIN_SIGMA.
-
-    The scope "head" measures every sequence and head by itself. The scope "batch" measures all of them together and
-    returns the same number for each.
-    """
-    real = torch.ones(x.shape[0], 1, x.shape[2], 1, device=x.device)
-    if padded is not None:
-        real = (~padded[:, None, :, None]).float()
-    dims: tuple[int, ...] = (2, 3)
-    if scope == "batch":
-        dims = (0, 1, 2, 3)
-    count = (real * torch.ones_like(x)).sum(dims, keepdim=True).clamp_min(1.0)
-    mean = torch.where(real > 0, x, 0.0).sum(dims, keepdim=True) / count
-    variance = torch.where(real > 0, x - mean, 0.0).square().sum(dims, keepdim=True) / count
-    return variance.clamp_min(MIN_SIGMA**2).sqrt()[..., 0, 0].expand(x.shape[:2])
 
 
 class LLNRobertaModel(RobertaModel):

@@ -1,11 +1,12 @@
 """Convert a model of this project to a Hugging Face configuration and tensors.
 
-A model with softmax attention becomes a stock RoBERTa. LLN and LLN+Diag need modeling_lln_roberta.py, which is shipped
-with the exported model.
+A model with softmax attention becomes a stock RoBERTa. The code of LLN and LLN+Diag, modeling_lln_roberta.py and
+ops/formula.py, is shipped with the exported model.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from lln_fairseq.conversion.parameter_names import (
 from lln_fairseq.errors import UserError
 from lln_fairseq.models.adapt import EMBEDDING
 from lln_fairseq.models.encoder import parse_softmax_layers
+from lln_fairseq.ops import formula
 from lln_fairseq.ops.moment_matching import calibration_table
 from lln_fairseq.text.special_symbols import BOS, EOS, PAD
 
@@ -128,6 +130,17 @@ def convert_to_hugging_face(
 def longest_exported_sequence(config: Mapping[str, Any]) -> int:
     """Return the length in tokens of the longest sequence that a model with this config.json accepts."""
     return config["max_position_embeddings"] - POSITION_OFFSET
+
+
+def modeling_files() -> dict[str, bytes]:
+    """Return the code that LLN models need in transformers, by file name.
+
+    transformers finds the files of the model's directory only with a relative import, and only those that the modeling
+    file imports itself.
+    """
+    modeling = Path(__file__).with_name(f"{MODELING}.py").read_text(encoding="utf-8")
+    modeling = modeling.replace("from lln_fairseq.ops.formula import", "from .formula import")
+    return {f"{MODELING}.py": modeling.encode(), "formula.py": Path(formula.__file__).read_bytes()}
 
 
 def _check_options(args: Any, attention_options: Mapping[str, Any]) -> None:

@@ -104,8 +104,8 @@ def write_onnx(
     Raises:
         UserError: if the model cannot be traced, or onnxruntime fails or its outputs differ.
     """
-    with silence(), _modeling_without_kernels() as modeling, torch.no_grad():
-        model = _load_exported_model(modeling, directory, config["architectures"][0])
+    with silence(), torch.no_grad():
+        model = _load_exported_model(directory, config["architectures"][0])
         module: nn.Module = LogitsModule(model)
         output_names = [LOGITS]
         if pooling is not None:
@@ -134,24 +134,13 @@ def write_onnx(
         _check_onnx_outputs(directory / FILE, check_batches(config), reference)
 
 
-@contextmanager
-def _modeling_without_kernels() -> Iterator[Any]:
-    """Yield the modeling file as a module whose models use plain PyTorch operations until the context ends."""
-    from lln_fairseq.conversion import modeling_lln_roberta as modeling
-
-    has_kernels = modeling.HAS_KERNELS
-    modeling.HAS_KERNELS = False
-    try:
-        yield modeling
-    finally:
-        modeling.HAS_KERNELS = has_kernels
-
-
-def _load_exported_model(modeling: Any, directory: Path, architecture: str) -> nn.Module:
+def _load_exported_model(directory: Path, architecture: str) -> nn.Module:
     """Load the exported model in evaluation mode; its class is in the modeling file or else in transformers."""
     import transformers
 
-    module = transformers
+    from lln_fairseq.conversion import modeling_lln_roberta as modeling
+
+    module: Any = transformers
     if hasattr(modeling, architecture):
         module = modeling
     model_class = getattr(module, architecture)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lln_fairseq.attention import Context, build_attention
 from lln_fairseq.models.packed_linear import PackedWeights
-from lln_fairseq.ops.dtypes import compute_dtype
+from lln_fairseq.ops.formula import compute_dtype
 from lln_fairseq.ops.rotary import rotary_factors, rotate
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
-from lln_fairseq.ops.backends import MODULES, NUM_DIFFERENTIABLE, Inputs, Spec, load_backend
+from lln_fairseq.ops.backends import MODULES, NUM_DIFFERENTIABLE, load_backend
 from lln_fairseq.ops.exchange import Exchange
-from lln_fairseq.ops.formula import hybrid_formula
+from lln_fairseq.ops.formula import Inputs, Spec, hybrid_formula
 from lln_fairseq.ops.operator import compiled_attention
 
 BACKENDS = ("auto", *MODULES)

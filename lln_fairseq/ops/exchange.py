@@ -3,15 +3,15 @@
 Each worker holds consecutive tokens of every sequence, in the order of the workers' ranks. LLN attention needs only
 sums over the tokens of the other workers. For G = B H heads of dimension D, a worker sends
 
-    moments    (2, 3, B, H)      all-reduce    the number of elements, Σ x and Σ x², for x = q and for x = k; only if
-                                               α and β are computed by moment matching
+    moments    (2, 3, B, H)      all-gather    the number of tokens, the mean and the variance, for q and for k; only
+                                               if α and β are computed by moment matching
     forward    (G, D + 2, D)     all-gather    the sums over its keys: the maximum max_j β k_j of each feature,
                                                Σ_j e^(β k_j - maximum), and the state S = Wᵀ v
     backward   (G, D + 1, D)     all-reduce    the sums over its queries: dS = Aᵀ do, the gradient of the state, and
                                                g = -dL, the negated gradient of L (backends/torch.py)
 
 The sizes do not depend on the number of tokens. LASP-2 (arXiv 2502.07563) exchanges its states in the same way, but has
-no normalizer. The moments are sent in float64, all other sums in float32, or in float64 for float64 inputs.
+no normalizer. Everything is sent in float32, or in float64 for float64 inputs.
 Block-diagonal attention needs no exchange, because a block never lies on two workers.
 """
 
@@ -51,6 +51,12 @@ class Exchange:
         parts = packed.split([x.numel() for x in tensors])
         return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
+    def gather(self, x: Tensor) -> Tensor:
+        """Return x of all workers, (workers, ...). It is contiguous and has the same shape on all workers."""
+        gathered = x.new_empty(self.workers, *x.shape)
+        self._call(dist.all_gather, list(gathered), x)
+        return gathered
+
     def merge_states(self, maximum: Tensor, total: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Merge the sums over this worker's keys with the sums over the keys of the other workers.
 
@@ -67,8 +73,7 @@ class Exchange:
         Raises: WorkerLost if another worker has ended or does not answer.
         """
         packed = torch.cat([maximum[..., None, :], total[..., None, :], state], dim=-2).contiguous()
-        gathered = packed.new_empty(self.workers, *packed.shape)
-        self._call(dist.all_gather, list(gathered), packed)
+        gathered = self.gather(packed)
         totals = gathered[..., 1, :]
         states = gathered[..., 2:, :]
         maxima = gathered[..., 0, :].masked_fill(totals == 0, -math.inf)

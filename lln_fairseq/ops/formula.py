@@ -1,36 +1,105 @@
-"""The mathematics of LLN, block-diagonal and hybrid attention, forward only, for a group of heads.
+"""The mathematics of LLN, block-diagonal and hybrid attention in plain operations of torch, forward only.
 
-`hybrid_formula` computes a whole call in these plain operations. It is used for second derivatives, for traced or
-transformed operations (tracing, export, functorch, meta tensors) and for tensors without elements, and takes several
-times the memory of the backends. The PyTorch backend uses the same functions for one group of heads after another, and
-adds the gradients.
+`hybrid_formula` computes a whole call. It is used for second derivatives, for traced or transformed operations
+(tracing, export, functorch, meta tensors) and for tensors without elements, and takes several times the memory of the
+backends. The PyTorch backend uses the same functions for one group of heads after another, and adds the gradients.
+Exported models ship this file, so it imports nothing but torch.
 
-Shapes: G heads, N tokens in blocks of S tokens (N is rounded up), D features. A head has the attention matrix
+Shapes: B sequences, H heads, N tokens, D features, G = some of the B·H heads. The blocks have T tokens, and N is
+rounded up to a multiple of T. A block also has K keys that are global tokens, as many for all blocks, though some are
+masked. A head has the attention matrix
 
     P = A Wᵀ        W_jd = exp(β k_jd - L_d)        A_id = softmax_d(α q_id + L_d)        L_d = logsumexp_j(β k_jd)
 
-of LLN, and the matrix Diag of the softmax inside the blocks. joint.py defines the joint form of both.
+of LLN, the state S = Wᵀ v, and the matrix Diag of the softmax inside the blocks.
+
+The joint form has softmax inside the query's block and LLN outside it, in rows that sum to 1. For query i, LLN gives
+the mass u_i = 1 - Σ_{j in block(i)} P_ij to the keys outside the block. They contribute O_i = Σ_{j outside} P_ij v_j to
+the LLN output. The joint form is
+
+    out_i = (1 - c_i u_i) (Diag v)_i + c_i O_i        c = 1 / max(u + (1 - u) e^-o, 1/16)
+
+The weight c multiplies everything outside the block. The offset o of a head shifts the log-odds of attending outside
+the block: the odds are e^o times the odds of LLN.
+
+The minimum of 1/16 in the divisor limits the mass outside the block to 16 u. Without this limit, a large o could give
+half of all attention to the first token after a block, and rounding would decide how much: u and O are computed as a
+total minus the block's part, with an error of 1e-7 in float32 and 1e-3 in float16, and c multiplies this error. Offsets
+up to log 16 = 2.77 never reach the minimum.
+
+For two kinds of blocks, c is set exactly, so that rounding has no influence. If all keys of the sequence that are not
+padding lie in the block, c = 0, which is softmax attention. If all keys of the block are padding, c = 1, which is LLN
+attention.
+
+With m global tokens, the first m tokens of the sequence are keys of every block. In the definitions above, "the block"
+then stands for the block's own tokens and the first min(m, s) tokens of the sequence, where s is the position of the
+block's first token. So no key counts twice. Global queries attend to all keys by softmax, which is not part of the
+joint form: see `attend_to_all_keys`.
+
+Padding: values at padding positions are kept out of results and gradients, even if they are NaN or infinite. Keys and
+values there are replaced by 0. Queries there have an output without meaning, but it is computed like any other, so only
+their values that could overflow are replaced by 0. The values are replaced and not multiplied by 0, because 0 · NaN is
+NaN.
+
+A size of a tensor can be a symbol while a model is exported: then it has no value that an `if` could compare.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lln_fairseq.ops.backends import DIAG, JOINT, LLN, Inputs, Spec
-from lln_fairseq.ops.dtypes import compute_dtype
-from lln_fairseq.ops.joint import (
-    BlockKinds,
-    classify_blocks,
-    count_global_keys,
-    global_key_padding,
-    outside_mass,
-    outside_weight,
-)
-from lln_fairseq.ops.padding import clear_queries, explicit_mask
+LLN = "lln"
+DIAG = "diag"  # block-diagonal softmax
+AVERAGE = "average"  # ½ (LLN + block-diagonal softmax)
+JOINT = "joint"
+# The weights of LLN and of block-diagonal softmax; a part whose weight is 0 is not computed. In the joint form, both
+# parts are computed, but not added.
+WEIGHTS = {LLN: (1.0, 0.0), DIAG: (0.0, 1.0), AVERAGE: (0.5, 0.5), JOINT: (1.0, 1.0)}
+
+FLOOR = 2.0**-4  # the minimum of the joint form's divisor; csrc/joint.h and the Triton kernels have the same
+# Values of a padding query with at least this magnitude are replaced by 0. The limit is about half of float16's largest
+# number, and keeps α q and q·k finite. csrc/problem.h and the Triton kernels have the same limit.
+PADDED_QUERY_LIMIT = 3e4
+
+# σ_lln² = a σ̃² + b, the straight line of eq. 34 with the constants of the authors' code. It holds in the range that the
+# paper calls broad, σ̃² in [1, 4] in the units of A.7, and is far off at the s of a newly initialized model.
+PAPER_A = 0.14855178144710912
+PAPER_B = -0.35487039130661086
+
+MIN_SIGMA = 1e-6
+# The maximum of log σ̃². One feature dominates LLN attention long before this limit; beyond it, float32 could not
+# resolve α q. csrc/moments.h and the Triton kernels have the same limit.
+LOG_SIGMA2_LIMIT = 24.0
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a call computes: its settings, never a tensor."""
+
+    form: str  # a key of WEIGHTS
+    block_size: int = 1
+    dropout: float = 0.0  # probability of dropping a softmax weight inside a block
+    matched: bool = False  # the backend computes α and β by moment matching, while it reads q and k in any case
+    max_global: int = 0  # an upper bound of the global tokens of a sequence, at most N; only for the joint form
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call. The first six may require gradients."""
+
+    q: Tensor  # (B, H, N, D)
+    k: Tensor  # (B, H, N, D)
+    v: Tensor  # (B, H, N, D)
+    alpha: Tensor | None = None  # (B, H); None if the backend matches it, and without LLN
+    beta: Tensor | None = None  # (B, H), as alpha
+    offset: Tensor | None = None  # o of the joint form, (B, H)
+    padding: Tensor | None = None  # bool (B, N), True = padded; None if nothing is padded
+    global_counts: Tensor | None = None  # the global tokens of every sequence, int64 (B,), each at most N
+    seed: Tensor | None = None  # of the dropout, int64 (1,)
 
 
 class Heads(NamedTuple):
@@ -44,7 +113,8 @@ class Heads(NamedTuple):
     offset: Any
     padding: Tensor | None  # bool (G, N, 1), also True beyond the last token; None if there is none
     blocks: int
-    global_padding: Tensor | None  # bool (G, blocks, E), see `joint.global_key_padding`; None without global keys
+    block_size: int  # T
+    global_padding: Tensor | None  # bool (G, blocks, K), see `global_key_padding`; None without global keys
 
 
 class KeySums(NamedTuple):
@@ -55,11 +125,34 @@ class KeySums(NamedTuple):
     state: Tensor  # S = Wᵀ v, (G, D, D)
 
 
+class BlockKinds(NamedTuple):
+    """Marks the blocks whose weight c is set exactly. Both tensors are bool and broadcast to u, and never both True."""
+
+    all_keys: Tensor  # True for a block with all keys of its sequence that are not padding, and at least one such key
+    no_key: Tensor  # True for a block whose keys are all padding
+
+
+class Moments(NamedTuple):
+    """The number of tokens that are not padding, and the mean and variance of their features; 0 for no token."""
+
+    tokens: Tensor
+    mean: Tensor
+    variance: Tensor
+
+
 Drop = Callable[[Tensor], Tensor]
 
 
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which attention of inputs of `dtype` is computed: float64 for float64, otherwise float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def hybrid_formula(spec: Spec, inputs: Inputs) -> Tensor:
-    """Compute the call, and return (B, H, N, D) in the dtype of q. Dropout uses torch's generator and not the seed."""
+    """Compute the call with the α and β of the inputs, and return (B, H, N, D) in the dtype of q.
+
+    Dropout uses torch's generator and not the seed, and `spec.matched` is ignored.
+    """
     heads = load_heads(spec, inputs)
     sums = None
     if spec.form != DIAG:
@@ -69,20 +162,23 @@ def hybrid_formula(spec: Spec, inputs: Inputs) -> Tensor:
 
 
 def load_heads(spec: Spec, inputs: Inputs, group: slice = slice(None)) -> Heads:
-    """Return the tensors of a group of the B·H heads."""
+    """Return a group of the B·H heads in the compute dtype, with N rounded up to whole blocks and padding cleared."""
     _, heads, length, _ = inputs.q.shape
     dtype = compute_dtype(inputs.q.dtype)
     size = 1
     if spec.form != LLN:
-        size = max(1, min(spec.block_size, length))
-    blocks = -(-length // size)
+        size = spec.block_size
+        if isinstance(length, int):
+            size = max(1, min(size, length))
+    blocks = (length + size - 1) // size  # not -(-N // size), which ONNX divides otherwise
     missing = blocks * size - length
+    is_ragged = not isinstance(missing, int) or missing > 0
     q, k, v = (x.flatten(0, 1)[group].to(dtype).contiguous() for x in inputs[:3])
     padding = None
-    if inputs.padding is not None or missing:
+    if inputs.padding is not None or is_ragged:
         padding = F.pad(explicit_mask(inputs.padding, inputs.q), (0, missing), value=True)
-        padding = padding.repeat_interleave(heads, dim=0)[group, :, None]
-    if missing:
+        padding = _repeat_for_heads(padding, heads)[group, :, None]
+    if is_ragged:
         q, k, v = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, v))
     if inputs.padding is not None and padding is not None:
         q = clear_queries(q, padding)
@@ -92,12 +188,17 @@ def load_heads(spec: Spec, inputs: Inputs, group: slice = slice(None)) -> Heads:
     for x in inputs[3:6]:
         scalars.append(None if x is None else x.reshape(-1, 1, 1)[group].to(dtype))
     global_padding = None
-    num_global_keys = count_global_keys(spec.max_global, length, size)
-    if inputs.global_counts is not None and num_global_keys:
-        global_padding = global_key_padding(inputs.global_counts, inputs.padding, inputs.q, size, num_global_keys)
-        global_padding = global_padding.repeat_interleave(heads, dim=0)[group]
+    if inputs.global_counts is not None and spec.max_global:
+        global_padding = global_key_padding(spec.max_global, inputs, size, blocks)
+        if global_padding is not None:
+            global_padding = _repeat_for_heads(global_padding, heads)[group]
     alpha, beta, offset = scalars
-    return Heads(q, k, v, alpha, beta, offset, padding, blocks, global_padding)
+    return Heads(q, k, v, alpha, beta, offset, padding, blocks, size, global_padding)
+
+
+def _repeat_for_heads(x: Tensor, heads: int) -> Tensor:
+    """Return x (B, ...) as (B·H, ...), the same for all heads of a sequence."""
+    return x[:, None].expand(-1, heads, *x.shape[1:]).flatten(0, 1)
 
 
 def sum_keys(heads: Heads) -> KeySums:
@@ -145,13 +246,29 @@ def attend_heads(spec: Spec, heads: Heads, sums: KeySums | None, drop: Drop) -> 
 
 
 def _joint(heads: Heads, sums: KeySums, drop: Drop) -> Tensor:
-    """Compute (1 - c u) Diag v + c (A S - M v), where M is the part of P inside the block; see joint.py."""
+    """Compute (1 - c u) Diag v + c (A S - M v), where M is the part of P inside the block."""
     a = query_features(heads, sums)
     inside = key_products(a, key_features(heads, sums), heads)
     u = outside_mass(inside)
     c = outside_weight(u, block_offsets(heads), block_kinds(heads))
     weights = (1 - c * u) * drop(probabilities(heads)) - c * inside
     return c.flatten(1, 2) * (a @ sums.state) + times_keys(weights, heads.v, heads)
+
+
+def outside_mass(inside: Tensor) -> Tensor:
+    """Return u (..., T, 1), clamped to [0, 1], for the part of P inside the block (..., T, T + K)."""
+    return (1 - inside.sum(dim=-1, keepdim=True)).clamp(0, 1)
+
+
+def outside_weight(u: Tensor, offset: Tensor, kinds: BlockKinds) -> Tensor:
+    """Return c in the shape of u, at most 1/FLOOR = 16. The offset and the kinds broadcast to u."""
+    c = 1 / outside_divisor(u, offset).clamp_min(FLOOR)
+    return torch.where(kinds.no_key, 1.0, c).masked_fill(kinds.all_keys, 0.0)
+
+
+def outside_divisor(u: Tensor, offset: Tensor) -> Tensor:
+    """Return u + (1 - u) e^-o, the divisor of c before it is limited to at least FLOOR."""
+    return u + (1 - u) * (-offset).exp()
 
 
 def block_offsets(heads: Heads) -> Tensor:
@@ -161,46 +278,68 @@ def block_offsets(heads: Heads) -> Tensor:
 
 def block_kinds(heads: Heads) -> BlockKinds:
     """Return the kinds of the blocks, bool (G, blocks, 1, 1)."""
-    padding = explicit_block_padding(heads)[:, :, 0]
-    kinds = classify_blocks(padding, heads.global_padding)
-    return BlockKinds(kinds.all_keys[..., None, None], kinds.no_key[..., None, None])
+    real = (~_block_padding(heads)).sum(dim=-1, keepdim=True)
+    all_real = real.sum(dim=1, keepdim=True)
+    if heads.global_padding is not None:
+        real = real + (~heads.global_padding[:, :, None]).sum(dim=-1, keepdim=True)
+    no_key = real == 0
+    return BlockKinds((real == all_real) & ~no_key, no_key)
 
 
-def explicit_block_padding(heads: Heads) -> Tensor:
-    """Return the padding of the keys of every block, bool (G, blocks, 1, S)."""
+def _block_padding(heads: Heads) -> Tensor:
+    """Return the padding of the block's own keys, bool (G, blocks, 1, T), False everywhere if there is none."""
     padding = heads.padding
     if padding is None:
         padding = torch.zeros_like(heads.q[:, :, :1], dtype=torch.bool)
     return split_blocks(padding, heads).mT
 
 
+def global_key_padding(max_global: int, inputs: Inputs, block_size: int, blocks: int) -> Tensor | None:
+    """Return, for every block, which of the first K tokens of the sequence are not global keys of that block.
+
+    True marks a token that is padding, is not global, or does not lie before the block. K is at most `max_global`.
+
+    Returns: bool (B, blocks, K), or None if no block has a global key.
+    """
+    length = inputs.q.shape[2]
+    assert inputs.global_counts is not None
+    if isinstance(length, int):
+        max_global = min(max_global, (blocks - 1) * block_size)  # those before the last block
+        if max_global <= 0:
+            return None
+    token = torch.arange(max_global, device=inputs.q.device)
+    block_start = block_size * torch.arange(blocks, device=inputs.q.device)
+    padding = first_rows(explicit_mask(inputs.padding, inputs.q)[..., None], max_global)[..., 0]
+    excluded = padding | (token >= inputs.global_counts[:, None])
+    return excluded[:, None] | (token >= block_start[:, None])
+
+
 def probabilities(heads: Heads) -> Tensor:
-    """Compute the softmax Diag over the keys of each block, (G, blocks, S, S + E); 0 for padding keys."""
+    """Compute the softmax Diag over the keys of each block, (G, blocks, T, T + K); 0 for padding keys."""
     scores = key_products(heads.q, heads.k, heads, mask_value=torch.finfo(heads.q.dtype).min)
     p = (scores / math.sqrt(heads.q.shape[-1])).softmax(dim=-1)
     return mask_keys(p, heads, 0.0)
 
 
 def key_products(x: Tensor, y: Tensor, heads: Heads, mask_value: float = 0.0) -> Tensor:
-    """Return x_iᵀ y_j for every query i and every key j of its block, (G, blocks, S, S + E).
+    """Return x_iᵀ y_j for every query i and every key j of its block, (G, blocks, T, T + K).
 
-    x and y are (G, N, D). The E global keys of the block come last. Padding keys have the mask value.
+    x and y are (G, N, D). The K global keys of the block come last. Padding keys have the mask value.
     """
     products = split_blocks(x, heads) @ split_blocks(y, heads).mT
     if heads.global_padding is not None:
-        global_keys = y[:, : heads.global_padding.shape[-1]]
-        products = torch.cat((products, split_blocks(x @ global_keys.mT, heads)), dim=-1)
+        products = torch.cat((products, split_blocks(x @ _global_rows(y, heads).mT, heads)), dim=-1)
     return mask_keys(products, heads, mask_value)
 
 
 def mask_keys(products: Tensor, heads: Heads, value: float) -> Tensor:
-    """Return products (G, blocks, S, S + E) with this value for padding and for unused places of global keys.
+    """Return products (G, blocks, T, T + K) with this value for padding and for masked global keys.
 
     If there are none, the result is `products` itself.
     """
     if heads.padding is None and heads.global_padding is None:
         return products
-    padding = explicit_block_padding(heads)
+    padding = _block_padding(heads)
     if heads.global_padding is not None:
         padding = torch.cat((padding, heads.global_padding[:, :, None]), dim=-1)
     return products.masked_fill(padding, value)
@@ -208,13 +347,152 @@ def mask_keys(products: Tensor, heads: Heads, value: float) -> Tensor:
 
 def times_keys(weights: Tensor, y: Tensor, heads: Heads) -> Tensor:
     """Return Σ_j weights_ij y_j over the keys j of the block of every query i, (G, N, D), for y (G, N, D)."""
-    size = y.shape[1] // max(1, heads.blocks)
+    size = heads.block_size
     out = (weights[..., :size] @ split_blocks(y, heads)).flatten(1, 2)
     if heads.global_padding is not None:
-        out = out + weights[..., size:].flatten(1, 2) @ y[:, : heads.global_padding.shape[-1]]
+        out = out + weights[..., size:].flatten(1, 2) @ _global_rows(y, heads)
     return out
 
 
+def _global_rows(y: Tensor, heads: Heads) -> Tensor:
+    """Return the first K rows of y (G, N, D)."""
+    assert heads.global_padding is not None
+    return first_rows(y, heads.global_padding.shape[-1])
+
+
+def first_rows(x: Tensor, number: int) -> Tensor:
+    """Return the first rows of x (..., N, D). If N is a symbol, the result always has `number` rows, the last ones 0.
+
+    With sizes such as min(N, 128), an export of twelve layers takes many minutes.
+    """
+    if not isinstance(x.shape[-2], int):
+        x = F.pad(x, (0, 0, 0, number))
+    return x[..., :number, :]
+
+
 def split_blocks(x: Tensor, heads: Heads) -> Tensor:
-    """Split the tokens of x (G, N, D) into blocks, (G, blocks, S, D)."""
-    return x.unflatten(1, (heads.blocks, x.shape[1] // max(1, heads.blocks)))
+    """Split the tokens of x (G, N, D) into blocks, (G, blocks, T, D)."""
+    return x.unflatten(1, (heads.blocks, heads.block_size))
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None = None, dropout_p: float = 0.0) -> Tensor:
+    """Compute softmax(q kᵀ / √D) v over the keys that are not padding.
+
+    Args:
+        q: (B, H, M, D), any strides.
+        k, v: (B, H, N, D), any strides.
+        padding: bool (B, N), True = padded, or None. The values at padding positions must be finite.
+        dropout_p: probability of dropping an attention weight, drawn from torch's global generator.
+
+    Returns: (B, H, M, D) in the dtype of v; 0 for a sequence whose keys are all padding.
+    """
+    if padding is None:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
+    # A sequence that is all padding uses all its keys here, since its softmax would be 0/0, and becomes 0 below.
+    empty = padding.all(dim=1)
+    allowed = ~padding | empty[:, None]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed[:, None, None, :], dropout_p=dropout_p)
+    return out.masked_fill(empty[:, None, None, None], 0.0)
+
+
+def attend_to_all_keys(queries: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, dropout_p: float = 0.0) -> Tensor:
+    """Compute `softmax_attention` (B, H, M, D) of the first M queries; values at padding may be NaN or infinite."""
+    queries, k, v = clear_padding(queries, k, v, padding)
+    return softmax_attention(queries, k, v, padding, dropout_p)
+
+
+def explicit_mask(padding: Tensor | None, q: Tensor) -> Tensor:
+    """Return the mask itself, or a mask (B, N) that is False everywhere if it is None. q is (B, H, N, D)."""
+    if padding is not None:
+        return padding
+    return torch.zeros(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
+
+
+def clear_padding(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v with finite values at the padding positions, through which no gradient flows.
+
+    Args:
+        q: (B, H, M, D), the first M queries.
+        k, v: (B, H, N, D).
+        padding: bool (B, N), True = padded, or None.
+
+    Returns: new tensors, or the tensors q, k and v themselves if the mask is None.
+    """
+    if padding is None:
+        return q, k, v
+    padded = padding[:, None, :, None]
+    return clear_queries(q, padded[:, :, : q.shape[2]]), k.masked_fill(padded, 0.0), v.masked_fill(padded, 0.0)
+
+
+def clear_queries(q: Tensor, padded: Tensor) -> Tensor:
+    """Return a copy of q with 0 for values that are padded, and NaN or at least PADDED_QUERY_LIMIT in magnitude."""
+    return q.masked_fill(padded & ~(q.abs() < PADDED_QUERY_LIMIT), 0.0)
+
+
+def token_moments(x: Tensor, padding: Tensor | None) -> Moments:
+    """Compute the moments of every sequence and head of x (B, H, N, D), each (B, H), without gradient.
+
+    E[x²] - E[x]² would lose all digits if the mean is much larger than the standard deviation. So both are computed
+    relative to an origin, the mean of the first token that is not padding.
+    """
+    x = x.detach().to(compute_dtype(x.dtype))
+    features = x.shape[-1]
+    token_mean = x.mean(dim=-1)
+    real = torch.ones_like(token_mean, dtype=torch.bool)
+    if padding is not None:
+        real = real & ~padding[:, None, :]
+    is_first = real & (real.cumsum(dim=-1) == 1)
+    origin = token_mean.where(is_first, 0.0).sum(dim=-1, keepdim=True)
+    if torch.compiler.is_compiling():
+        square = (x - origin[..., None]).square().sum(dim=-1)  # ONNX has no cdist
+    else:
+        # Unlike x - origin, cdist needs no memory of the size of x.
+        origins = origin[..., None].expand(*origin.shape, features)
+        square = torch.cdist(x, origins, compute_mode="donot_use_mm_for_euclid_dist")[..., 0].square()
+    tokens = real.sum(dim=-1).to(x.dtype)
+    divisor = tokens.clamp_min(1.0)
+    shift = (token_mean - origin).where(real, 0.0).sum(dim=-1) / divisor
+    variance = square.where(real, 0.0).sum(dim=-1) / (features * divisor) - shift.square()
+    return Moments(tokens, origin[..., 0] + shift, variance.clamp_min(0.0))
+
+
+def merge_moments(moments: Moments, dim: int | tuple[int, ...]) -> Moments:
+    """Return the moments of the union of several sets, which lie along `dim`. The dimension stays, with size 1."""
+    tokens = moments.tokens.sum(dim=dim, keepdim=True)
+    weights = moments.tokens / tokens.clamp_min(1.0)
+    mean = (weights * moments.mean).sum(dim=dim, keepdim=True)
+    variance = (weights * (moments.variance + (moments.mean - mean).square())).sum(dim=dim, keepdim=True)
+    return Moments(tokens, mean, variance)
+
+
+def standard_deviation(moments: Moments, scope: str) -> Tensor:
+    """Return the standard deviations (B, H), at least MIN_SIGMA. With the scope "batch", all are the same number."""
+    variance = moments.variance
+    if scope == "batch":
+        variance = merge_moments(moments, dim=(0, 1)).variance.expand_as(variance)
+    return variance.clamp_min(MIN_SIGMA**2).sqrt()
+
+
+def alpha_beta(sigma_q: Tensor, sigma_k: Tensor, table: Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
+    """Compute α and β of eq. 10 from σ_q and σ_k, in their shape.
+
+    `table` has the vectors log s and log σ̃². None stands for the paper's straight line.
+    """
+    log_s = 2 * (sigma_q.log() + sigma_k.log())
+    if table is None:
+        log_sigma2 = ((log_s.exp() - PAPER_B) / PAPER_A).log()
+    else:
+        log_sigma2 = interpolate(log_s, *table)
+    sigma_tilde = (log_sigma2.clamp_max(LOG_SIGMA2_LIMIT) / 2).exp()
+    return sigma_tilde / (math.sqrt(2) * sigma_q), sigma_tilde / (math.sqrt(2) * sigma_k)
+
+
+def interpolate(x: Tensor, xs: Tensor, ys: Tensor) -> Tensor:
+    """Evaluate the piecewise linear function through the points (xs, ys) at x, which has any shape.
+
+    There are at least two points, ascending in xs. Beyond the first and the last, the nearest segment continues.
+    """
+    right = torch.bucketize(x, xs).clamp(1, xs.numel() - 1)
+    left = right - 1
+    slope = (ys[right] - ys[left]) / (xs[right] - xs[left])
+    return ys[left] + slope * (x - xs[left])

@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from lln_fairseq.ops.dtypes import compute_dtype, without_autocast
+from lln_fairseq.ops.autocast import without_autocast
+from lln_fairseq.ops.formula import compute_dtype
 
 
 @without_autocast

@@ -12,7 +12,7 @@ Numerical range: results and gradients are finite as long as |α q| and |β k| a
 float32. If α and β come from moment matching, this holds for |q| and |k| up to 1e15.
 
 NaN and padding: NaN and infinity never spread from one head to another. Values at padding positions never influence the
-other tokens (padding.py).
+other tokens (formula.py).
 """
 
 from operator import index
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lln_fairseq.ops.backends import AVERAGE, DIAG, JOINT, LLN, Inputs, Spec
 from lln_fairseq.ops.dispatch import (
     FORMULA,
     attend,
@@ -30,11 +29,11 @@ from lln_fairseq.ops.dispatch import (
     is_traced_or_transformed,
     scalar_per_head,
 )
-from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.exchange import create_exchange
+from lln_fairseq.ops.formula import AVERAGE, DIAG, JOINT, LLN, Inputs, Spec, compute_dtype
+from lln_fairseq.ops.global_tokens import attend_from_global_tokens
 from lln_fairseq.ops.linear_attention import balanced_features
 from lln_fairseq.ops.moment_matching import match_moments_pytorch
-from lln_fairseq.ops.softmax import attend_from_global_tokens
 
 MIXES = ("average", "joint_offset")  # formulas that combine LLN and block-diagonal softmax
 

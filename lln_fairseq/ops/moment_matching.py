@@ -23,24 +23,24 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lln_fairseq.ops.backends import LLN, Inputs, Spec, load_backend
+from lln_fairseq.ops.backends import load_backend
 from lln_fairseq.ops.dispatch import FORMULA, check_inputs, choose_backend, is_traced_or_transformed
-from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.exchange import Exchange, create_exchange
+from lln_fairseq.ops.formula import (
+    LLN,
+    Inputs,
+    Moments,
+    Spec,
+    alpha_beta,
+    interpolate,
+    merge_moments,
+    standard_deviation,
+    token_moments,
+)
 
 SCOPES = ("head", "batch")
 CONSTANTS = ("calibrated", "paper")
 TABLE_FILE = Path(__file__).with_name("moment_matching_tables.json")  # of "calibrated", by head dimension
-
-# σ_lln² = a σ̃² + b, the straight line of eq. 34 with the constants of the authors' code. It holds in the range that the
-# paper calls broad, σ̃² in [1, 4] in the units of A.7, and is far off at the s of a newly initialized model.
-PAPER_A = 0.14855178144710912
-PAPER_B = -0.35487039130661086
-
-MIN_SIGMA = 1e-6
-# The maximum of log σ̃². One feature dominates LLN attention long before this limit; beyond it, float32 could not
-# resolve α q. csrc/moments.h and the Triton kernels have the same limit.
-LOG_SIGMA2_LIMIT = 24.0
 
 # Both attentions are simulated for S_POINTS values of s in this range. log σ̃² is interpolated linearly in log s between
 # the points, and extrapolated with the slope of the nearest segment.
@@ -102,25 +102,12 @@ def match_moments_pytorch(
         raise ValueError(f"unknown scope '{scope}', choose from {', '.join(SCOPES)}")
     if constants not in CONSTANTS:
         raise ValueError(f"unknown constants '{constants}', choose from {', '.join(CONSTANTS)}")
-    if table is None:
-        table = _table_for(q, constants)
-    sigma_q, sigma_k = standard_deviations((q, k), padding, scope, exchange)
-    return _alpha_beta(sigma_q, sigma_k, constants, table)
-
-
-def _alpha_beta(sigma_q: Tensor, sigma_k: Tensor, constants: str, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Compute α and β of eq. 10 from σ_q and σ_k, in their shape.
-
-    `table` has the vectors log s and log σ̃². It is ignored if the constants are "paper".
-    """
-    log_s = 2 * (sigma_q.log() + sigma_k.log())
     if constants == "paper":
-        sigma2 = (log_s.exp() - PAPER_B) / PAPER_A
-        log_sigma2 = sigma2.log()
-    else:
-        log_sigma2 = interpolate(log_s, *table)
-    sigma_tilde = (log_sigma2.clamp_max(LOG_SIGMA2_LIMIT) / 2).exp()
-    return sigma_tilde / (math.sqrt(2) * sigma_q), sigma_tilde / (math.sqrt(2) * sigma_k)
+        table = None
+    elif table is None:
+        table = _table_for(q)
+    sigma_q, sigma_k = standard_deviations((q, k), padding, scope, exchange)
+    return alpha_beta(sigma_q, sigma_k, table)
 
 
 def standard_deviations(
@@ -140,66 +127,13 @@ def standard_deviations(
     Returns: for each tensor (B, H) in float32, or in float64 if the tensor is float64; without gradient. Every value is
         at least MIN_SIGMA, so that α and β stay finite for constant inputs and for sequences that are all padding.
     """
-    moments = [_token_moments(x, padding).sum(dim=-1) for x in tensors]
+    moments = [token_moments(x, padding) for x in tensors]
     if exchange is not None:
-        moments = exchange.sum(*moments)
-    if scope == "batch":
-        moments = [x.sum(dim=(1, 2), keepdim=True).expand_as(x) for x in moments]
-    return [_standard_deviation(m).to(compute_dtype(x.dtype)) for x, m in zip(tensors, moments, strict=True)]
-
-
-def _token_moments(x: Tensor, padding: Tensor | None) -> Tensor:
-    """Return, for every token, the number of its features, their sum and the sum of their squares.
-
-    If the mean is much larger than σ, E[x²] - E[x]² loses all digits in float32. So Σ(x - o)² is computed in float32,
-    where o is the mean of the first token that is not padding. Then Σx² = Σ(x - o)² + 2 o Σx - D o² is computed in
-    float64.
-
-    Args:
-        x: (B, H, N, D).
-        padding: bool (B, N), True = padded, or None.
-
-    Returns: (3, B, H, N) in float64, or in float32 on an Apple GPU, which has no float64; 0 for padding tokens.
-    """
-    x = x.detach().to(compute_dtype(x.dtype))
-    features = x.shape[-1]
-    wide = torch.float32 if x.device.type == "mps" else torch.float64
-    total = x.sum(dim=-1)
-    real = torch.ones_like(total, dtype=torch.bool)
-    if padding is not None:
-        real = real & ~padding[:, None, :]
-    is_first = real & (real.cumsum(dim=-1) == 1)
-    origin = total.where(is_first, 0.0).sum(dim=-1, keepdim=True) / features
-    # Unlike x - origin, cdist needs no memory of the size of x.
-    origins = origin[..., None].expand(*origin.shape, features)
-    distance = torch.cdist(x, origins, compute_mode="donot_use_mm_for_euclid_dist")[..., 0]
-    total = total.to(wide)
-    origin = origin.to(wide)
-    square = distance.to(wide).square() + origin * (2 * total - features * origin)
-    count = torch.full_like(total, float(features))
-    return torch.stack((count, total, square)).where(real, 0.0)
-
-
-def _standard_deviation(moments: Tensor) -> Tensor:
-    """Return the population standard deviation (...), at least MIN_SIGMA.
-
-    `moments` (3, ...) are the number of elements, their sum and the sum of their squares.
-    """
-    count = moments[0].clamp_min(1.0)
-    mean = moments[1] / count
-    variance = moments[2] / count - mean.square()
-    return variance.clamp_min(MIN_SIGMA**2).sqrt()
-
-
-def interpolate(x: Tensor, xs: Tensor, ys: Tensor) -> Tensor:
-    """Evaluate the piecewise linear function through the points (xs, ys) at x, which has any shape.
-
-    There are at least two points, ascending in xs. Beyond the first and the last, the nearest segment continues.
-    """
-    right = torch.bucketize(x, xs).clamp(1, xs.numel() - 1)
-    left = right - 1
-    slope = (ys[right] - ys[left]) / (xs[right] - xs[left])
-    return ys[left] + slope * (x - xs[left])
+        gathered = exchange.gather(torch.stack([torch.stack(m) for m in moments]))
+        for i in range(len(moments)):
+            merged = merge_moments(Moments(*gathered[:, i].unbind(dim=1)), dim=0)
+            moments[i] = Moments(*(x[0] for x in merged))
+    return [standard_deviation(m, scope) for m in moments]
 
 
 @functools.cache
@@ -216,14 +150,11 @@ def calibration_table(head_dim: int, device: torch.device | str = "cpu") -> tupl
         return log_s, log_sigma2
 
 
-def _table_for(q: Tensor, constants: str) -> Sequence[Tensor]:
+def _table_for(q: Tensor) -> Sequence[Tensor]:
     """Return the table for the head dimension D of q (B, H, N, D), on the device of q.
 
-    While operations are traced or transformed, its tensors are new, because a trace cannot use the cached tensors. If
-    constants is "paper", which needs no table, the result is empty.
+    While operations are traced or transformed, its tensors are new, because a trace cannot use the cached tensors.
     """
-    if constants == "paper":
-        return ()
     if not is_traced_or_transformed(q):
         return calibration_table(q.shape[-1], q.device)
     head_dim = index(q.shape[-1])  # while tracing, a size is a tensor or a symbol

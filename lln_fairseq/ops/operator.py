@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops.backends import DIAG, Inputs, Spec, load_backend
+from lln_fairseq.ops.backends import load_backend
+from lln_fairseq.ops.formula import DIAG, Inputs, Spec
 
 
 def compiled_attention(spec: Spec, inputs: Inputs, backend: str) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.ops import formula
-from lln_fairseq.ops.backends import LLN, Inputs, Spec
+from lln_fairseq.ops.autocast import without_autocast
 from lln_fairseq.ops.backends.torch import (
     empty_sums,
     head_groups,
@@ -35,10 +35,8 @@ from lln_fairseq.ops.backends.torch import (
     write_group,
 )
 from lln_fairseq.ops.dispatch import check_inputs, differentiable_gradients, fresh_result, is_traced_or_transformed
-from lln_fairseq.ops.dtypes import compute_dtype, without_autocast
-from lln_fairseq.ops.formula import Heads, KeySums
+from lln_fairseq.ops.formula import LLN, Heads, Inputs, KeySums, Spec, clear_padding, compute_dtype
 from lln_fairseq.ops.linear_attention import balanced_features, linear_attention
-from lln_fairseq.ops.padding import clear_padding
 
 
 @without_autocast

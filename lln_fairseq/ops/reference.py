@@ -8,7 +8,7 @@ a row is 0 if all its keys are padding.
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops.joint import FLOOR
+from lln_fairseq.ops.formula import FLOOR
 
 
 def per_head(x: float | Tensor, like: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def joint_matrix(
     padding: Tensor | None = None,
     global_tokens: int | Tensor | None = None,
 ) -> Tensor:
-    """Return the joint form of LLN and block-diagonal softmax that ops/joint.py defines.
+    """Return the joint form of LLN and block-diagonal softmax that ops/formula.py defines.
 
     Args:
         alpha, beta, offset: numbers, or tensors that broadcast to (B, H).

@@ -33,7 +33,6 @@ from lln_fairseq.conversion.to_hugging_face import convert_to_hugging_face
 from lln_fairseq.conversion.write_tokenizer import convert_tokenizer, is_approximate
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
-from lln_fairseq.ops.moment_matching import standard_deviations
 from lln_fairseq.text.text_ids import TextIds
 from lln_fairseq.text.tokenizers import SentencePieceTokenizer, make_tokenizer, train_sentencepiece
 from lln_fairseq.text.vocabulary import load_vocabulary, new_vocabulary
@@ -256,15 +255,6 @@ def test_padding_at_the_left_is_rejected_or_has_no_effect(attention, sources, tm
         assert "padding" not in card
 
 
-@pytest.mark.parametrize("scope", ["head", "batch"])
-def test_standard_deviation_is_accurate_for_large_mean(scope):
-    x = 1000 + torch.randn(2, 3, 40, 8, generator=torch.Generator().manual_seed(1))
-    padded = torch.arange(40) >= torch.tensor([[40], [30]])
-    (expected,) = standard_deviations([x.double()], padded, scope)
-    actual = modeling.standard_deviation(x, padded, scope)
-    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=0)
-
-
 @pytest.mark.parametrize("has_kernels", [True, False])
 def test_content_of_padding_has_no_influence(has_kernels, pretrain, tmp_path, monkeypatch):
     export(pretrain("--attention", "lln_diag"), tmp_path / "out")
@@ -317,7 +307,6 @@ def test_option_unknown_to_modeling_file_is_rejected(pretrain):
         convert_to_hugging_face(model.state_dict(), model.args, options)
 
 
-@pytest.mark.exhaustive
 def test_exported_model_runs_without_lln_fairseq(pretrain, tmp_path):
     checkpoint = pretrain("--attention", "lln_diag")
     export(checkpoint, tmp_path / "out")

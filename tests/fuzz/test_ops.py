@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lln_fairseq.ops import reference
-from lln_fairseq.ops.backends import LLN, Spec, load_backend
+from lln_fairseq.ops.backends import load_backend
 from lln_fairseq.ops.block_diag import block_diag_attention
+from lln_fairseq.ops.formula import LLN, Spec
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from tests.helpers import (
     FLOAT32_FORWARD,

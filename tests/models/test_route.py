@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import lln_fairseq
-from lln_fairseq.ops.backends import LLN, Spec, cpu
+from lln_fairseq.ops.backends import cpu
+from lln_fairseq.ops.formula import LLN, Spec
 from tests.models.small_model import build_model
 
 PACKAGE = Path(lln_fairseq.__file__).parent

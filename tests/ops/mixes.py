@@ -3,7 +3,7 @@
 import torch
 
 from lln_fairseq.ops import reference
-from lln_fairseq.ops.joint import BlockKinds, outside_mass, outside_weight
+from lln_fairseq.ops.formula import BlockKinds, outside_mass, outside_weight
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_padding, random_qkv, relative_rms
 

@@ -12,9 +12,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lln_fairseq.attention import build_attention
-from lln_fairseq.ops.backends import AVERAGE, JOINT, LLN, MODULES, Inputs, Spec, cpu, load_backend
+from lln_fairseq.ops.backends import MODULES, cpu, load_backend
 from lln_fairseq.ops.block_diag import block_diag_attention
 from lln_fairseq.ops.dispatch import FORMULA, choose_backend
+from lln_fairseq.ops.formula import AVERAGE, JOINT, LLN, Inputs, Spec
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from lln_fairseq.ops.moment_matching import calibration_table, match_moments
 from lln_fairseq.ops.random_features import random_feature_attention

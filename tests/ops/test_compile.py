@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from lln_fairseq.attention import Context, build_attention
-from lln_fairseq.ops.backends import AVERAGE, DIAG, JOINT, LLN, Inputs, Spec, load_backend
+from lln_fairseq.ops.backends import load_backend
 from lln_fairseq.ops.dispatch import choose_backend
+from lln_fairseq.ops.formula import AVERAGE, DIAG, JOINT, LLN, Inputs, Spec
 from lln_fairseq.ops.lln import lln_diag_attention
 from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_padding, random_qkv, relative_rms
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lln_fairseq.ops.backends import LLN, Spec, load_backend
-from lln_fairseq.ops.dtypes import compute_dtype
+from lln_fairseq.ops.backends import load_backend
 from lln_fairseq.ops.exchange import Exchange
+from lln_fairseq.ops.formula import LLN, Spec, compute_dtype
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from lln_fairseq.ops.moment_matching import match_moments
 from tests.helpers import random_padding, random_qkv, relative_rms

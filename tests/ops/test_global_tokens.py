@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from lln_fairseq.ops import reference
-from lln_fairseq.ops.backends import JOINT, Inputs, Spec, load_backend
+from lln_fairseq.ops.backends import load_backend
 from lln_fairseq.ops.dispatch import choose_backend
+from lln_fairseq.ops.formula import JOINT, Inputs, Spec
 from lln_fairseq.ops.lln import lln_diag_attention
 from tests.helpers import FLOAT32_FORWARD, poison_empty, random_qkv, relative_rms
 from tests.ops.mixes import (

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lln_fairseq.ops import reference
-from lln_fairseq.ops.backends import JOINT, Spec, load_backend
+from lln_fairseq.ops.backends import load_backend
+from lln_fairseq.ops.formula import JOINT, Spec
 from lln_fairseq.ops.lln import lln_diag_attention
 from tests.helpers import random_qkv, relative_rms
 from tests.ops.mixes import BLOCK, OFFSETS, assert_float32_accuracy, attend, holes, inputs, oracle, output_and_gradients

@@ -8,7 +8,7 @@ from torch import Tensor
 from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.kernel_features import KernelFeatureAttention
 from lln_fairseq.attention.registry import register_attention
-from lln_fairseq.ops.dtypes import compute_dtype
+from lln_fairseq.ops.formula import compute_dtype
 
 
 @register_attention("cosformer")

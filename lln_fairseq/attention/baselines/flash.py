@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lln_fairseq.attention.layers import EncoderLayer, register_layer
 from lln_fairseq.attention.registry import option
-from lln_fairseq.ops.dtypes import compute_dtype
+from lln_fairseq.ops.formula import compute_dtype
 from lln_fairseq.ops.rotary import rotary_factors, rotate
 
 FORMS = ("chunked", "quadratic")

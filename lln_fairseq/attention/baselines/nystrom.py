@@ -8,10 +8,8 @@ from torch import Tensor, nn
 
 from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.registry import Attention, option, register_attention
-from lln_fairseq.ops.dtypes import compute_dtype
+from lln_fairseq.ops.formula import clear_padding, compute_dtype, softmax_attention
 from lln_fairseq.ops.landmarks import Landmarks, iterative_pinv
-from lln_fairseq.ops.padding import clear_padding
-from lln_fairseq.ops.softmax import softmax_attention
 
 
 @dataclass

@@ -8,7 +8,7 @@ from torch import Tensor
 from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops import reference
-from lln_fairseq.ops.dtypes import compute_dtype
+from lln_fairseq.ops.formula import compute_dtype
 from lln_fairseq.ops.linear_attention import balanced_features
 from lln_fairseq.ops.random_features import log_features, random_feature_attention
 

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.registry import Attention, register_attention
-from lln_fairseq.ops.dtypes import compute_dtype, without_autocast
-from lln_fairseq.ops.padding import clear_padding
+from lln_fairseq.ops.autocast import without_autocast
+from lln_fairseq.ops.formula import clear_padding, compute_dtype
 
 
 class ScoreKernelAttention(Attention):

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from lln_fairseq.attention.layers import EncoderLayer, register_layer
 from lln_fairseq.attention.registry import option
-from lln_fairseq.ops.dtypes import compute_dtype, without_autocast
+from lln_fairseq.ops.autocast import without_autocast
+from lln_fairseq.ops.formula import compute_dtype
 
 EXPANSION = 3  # width within the Toeplitz unit / d
 EPSILON = 1e-6  # added to mean squares

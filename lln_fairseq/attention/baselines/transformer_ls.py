@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.registry import Attention, option, register_attention
-from lln_fairseq.ops.dtypes import compute_dtype
-from lln_fairseq.ops.padding import clear_padding, explicit_mask
+from lln_fairseq.ops.formula import clear_padding, compute_dtype, explicit_mask
 
 
 @dataclass

@@ -8,49 +8,16 @@ tests/ops/test_backends.py then cover it. dispatch.py chooses between them.
 import functools
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast
+from typing import Protocol, cast
 
 from torch import Tensor
 
 from lln_fairseq.ops.exchange import Exchange
+from lln_fairseq.ops.formula import Inputs, Spec
 
 MODULES = {"torch": f"{__name__}.torch", "triton": f"{__name__}.triton", "cpu": f"{__name__}.cpu"}
 
-LLN = "lln"
-DIAG = "diag"  # block-diagonal softmax
-AVERAGE = "average"  # ½ (LLN + block-diagonal softmax)
-JOINT = "joint"  # the joint form of joint.py
-# The weights of LLN and of block-diagonal softmax; a part whose weight is 0 is not computed. In the joint form, both
-# parts are computed, but not added.
-WEIGHTS = {LLN: (1.0, 0.0), DIAG: (0.0, 1.0), AVERAGE: (0.5, 0.5), JOINT: (1.0, 1.0)}
-
-
-@dataclass(frozen=True)
-class Spec:
-    """What a call computes: its settings, never a tensor."""
-
-    form: str  # a key of WEIGHTS
-    block_size: int = 1
-    dropout: float = 0.0  # probability of dropping a softmax weight inside a block
-    matched: bool = False  # the backend computes α and β by moment matching, while it reads q and k in any case
-    max_global: int = 0  # an upper bound of the global tokens of a sequence, at most N; only for the joint form
-
-
-class Inputs(NamedTuple):
-    """The tensors of a call. The first six may require gradients."""
-
-    q: Tensor  # (B, H, N, D)
-    k: Tensor  # (B, H, N, D)
-    v: Tensor  # (B, H, N, D)
-    alpha: Tensor | None = None  # (B, H); None if the backend matches it, and without LLN
-    beta: Tensor | None = None  # (B, H), as alpha
-    offset: Tensor | None = None  # o of the joint form, (B, H)
-    padding: Tensor | None = None  # bool (B, N), True = padded; None if nothing is padded
-    global_counts: Tensor | None = None  # the global tokens of every sequence, int64 (B,), each at most N
-    seed: Tensor | None = None  # of the dropout, int64 (1,)
-
-
+# The number of the first tensors of `Inputs`, those that may require gradients.
 NUM_DIFFERENTIABLE = 6
 
 
@@ -59,7 +26,7 @@ class Backend(Protocol):
 
     `choose_backend` has found that the tensors are plain tensors on one device that the backend can read. q, k, v and
     the gradient of the output have any strides; α, β and the offset too, in float32, or in float64 if q is float64.
-    Values at padding positions can be NaN or infinite and must not influence the results of other tokens (padding.py).
+    Values at padding positions can be NaN or infinite and must not influence the results of other tokens (formula.py).
 
     With an exchange, α and β are given, and N may be 0. `forward` then calls `Exchange.merge_states` once, after it has
     summed over the keys of this worker. `backward` calls `Exchange.sum` once, after it has summed over the queries of

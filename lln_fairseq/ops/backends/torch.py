@@ -6,7 +6,7 @@ output times the weight of LLN, and S = Wᵀ v, the gradients of LLN are
     dA = do Sᵀ        dx = A (dA - Σ_d A dA)        dS = Aᵀ do        g = (S dSᵀ)_dd - Σ_i dx_id
     dv = W dS         dy = W (v dSᵀ - g)            dq = α dx         dk = β dy
 
-Here g = -dL is the negated gradient of L. For the joint form (joint.py), let M be the part of P inside the block,
+Here g = -dL is the negated gradient of L. For the joint form (formula.py), let M be the part of P inside the block,
 O = A S - M v_b, E = do v_bᵀ, de_i = Σ_j Diag_ij E_ij, oe_i = do_i O_i and c' = dc/du, where the index b stands for the
 rows of a block. The gradients are
 
@@ -26,14 +26,25 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.ops import formula
-from lln_fairseq.ops.backends import DIAG, JOINT, WEIGHTS, Inputs, Spec
 from lln_fairseq.ops.dispatch import fresh_result, keep_threshold
-from lln_fairseq.ops.dtypes import compute_dtype
 from lln_fairseq.ops.exchange import Exchange
-from lln_fairseq.ops.formula import Heads, KeySums
-from lln_fairseq.ops.joint import outside_mass, outside_weight, outside_weight_gradients
+from lln_fairseq.ops.formula import (
+    DIAG,
+    FLOOR,
+    JOINT,
+    WEIGHTS,
+    BlockKinds,
+    Heads,
+    Inputs,
+    KeySums,
+    Spec,
+    compute_dtype,
+    explicit_mask,
+    outside_divisor,
+    outside_mass,
+    outside_weight,
+)
 from lln_fairseq.ops.moment_matching import calibration_table, match_moments_pytorch
-from lln_fairseq.ops.padding import explicit_mask
 
 # Bytes of one temporary tensor of a group. On a GPU, large groups are faster because they need fewer launches.
 GROUP_BYTES = 1 << 20
@@ -191,7 +202,7 @@ def _joint_backward(heads: Heads, sums: KeySums, do: Tensor, drop: "_Dropout") -
     inside = formula.key_products(a, w, heads)
     u = outside_mass(inside)
     c = outside_weight(u, offset, kinds)
-    c_by_u, c_by_offset = outside_weight_gradients(c, u, offset, kinds)
+    c_by_u, c_by_offset = _weight_gradients(c, u, offset, kinds)
     p = formula.probabilities(heads)
     dropped_p = drop.apply(p)
     e = formula.key_products(do, heads.v, heads)
@@ -214,6 +225,14 @@ def _joint_backward(heads: Heads, sums: KeySums, do: Tensor, drop: "_Dropout") -
     doffset = (c_by_offset * (outside_e - u * diag_e)).sum(dim=(1, 2, 3))
     lln_dq, lln_dk, dv, dalpha, dbeta, _ = _scale_gradients(heads, dx, dy, dv)
     return [lln_dq + dq, lln_dk + dk, dv, dalpha, dbeta, doffset]
+
+
+def _weight_gradients(c: Tensor, u: Tensor, offset: Tensor, kinds: BlockKinds) -> tuple[Tensor, Tensor]:
+    """Return the derivatives of c by u and by the offset, in the shape of u. Both are 0 where c is constant."""
+    is_constant = kinds.all_keys | kinds.no_key | (outside_divisor(u, offset) <= FLOOR)
+    by_u = -c.square() * (1 - (-offset).exp())
+    by_offset = c * (1 - c * u)
+    return by_u.masked_fill(is_constant, 0.0), by_offset.masked_fill(is_constant, 0.0)
 
 
 def _shared_backward(
@@ -286,7 +305,7 @@ def _softmax_backward(grad: Tensor, p: Tensor) -> Tensor:
 
 def _transposed_product(weights: Tensor, x: Tensor, heads: Heads) -> Tensor:
     """Return Σ_i weights_ij x_i over the queries i of the blocks that have the key j, (G, N, D), for x (G, N, D)."""
-    size = x.shape[1] // max(1, heads.blocks)
+    size = heads.block_size
     out = (weights[..., :size].mT @ formula.split_blocks(x, heads)).flatten(1, 2)
     if heads.global_padding is not None:
         num_global = heads.global_padding.shape[-1]

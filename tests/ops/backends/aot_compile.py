@@ -25,10 +25,10 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from lln_fairseq.ops.backends import AVERAGE, JOINT, LLN, Inputs, Spec
 from lln_fairseq.ops.backends import triton as backend
 from lln_fairseq.ops.backends.triton import launch
 from lln_fairseq.ops.dispatch import attend
+from lln_fairseq.ops.formula import AVERAGE, JOINT, LLN, Inputs, Spec
 
 
 class CompileOnlyDriver:

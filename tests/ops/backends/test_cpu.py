@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from lln_fairseq.ops import dispatch
-from lln_fairseq.ops.backends import DIAG, LLN, Inputs, Spec, cpu
+from lln_fairseq.ops.backends import cpu
 from lln_fairseq.ops.backends.cpu import compile
 from lln_fairseq.ops.backends.cpu.compile import load_library
 from lln_fairseq.ops.dispatch import choose_backend
+from lln_fairseq.ops.formula import DIAG, LLN, Inputs, Spec
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from lln_fairseq.ops.moment_matching import match_moments
 from tests.helpers import FLOAT32_FORWARD, random_padding, random_qkv, relative_rms

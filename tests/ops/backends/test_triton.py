@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lln_fairseq.ops import dispatch, reference
-from lln_fairseq.ops.backends import AVERAGE, LLN, Inputs, Spec, triton
+from lln_fairseq.ops.backends import triton
+from lln_fairseq.ops.formula import AVERAGE, LLN, Inputs, Spec
 from lln_fairseq.ops.lln import lln_diag_attention
 from tests import helpers
 from tests.ops.mixes import (

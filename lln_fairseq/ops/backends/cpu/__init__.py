@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops.backends import DIAG, JOINT, LLN, WEIGHTS, Inputs, Spec
 from lln_fairseq.ops.backends.cpu.compile import CannotCompile, load_library
 from lln_fairseq.ops.dispatch import fresh_result, keep_threshold
 from lln_fairseq.ops.exchange import Exchange
+from lln_fairseq.ops.formula import DIAG, JOINT, LLN, WEIGHTS, Inputs, Spec
 from lln_fairseq.ops.moment_matching import calibration_table
 
 SOURCE = Path(__file__).with_name("csrc") / "attention.c"

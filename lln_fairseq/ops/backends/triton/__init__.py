@@ -13,7 +13,6 @@ import torch
 import triton
 from torch import Tensor
 
-from lln_fairseq.ops.backends import AVERAGE, JOINT, WEIGHTS, Inputs, Spec
 from lln_fairseq.ops.backends.triton import (
     backward_kernels,
     diag_backward_kernels,
@@ -34,6 +33,7 @@ from lln_fairseq.ops.backends.triton.launch import (
     workspace,
 )
 from lln_fairseq.ops.exchange import Exchange
+from lln_fairseq.ops.formula import AVERAGE, JOINT, WEIGHTS, Inputs, Spec
 from lln_fairseq.ops.moment_matching import calibration_table
 
 __all__ = ["allocate", "backward", "forward", "match_moments", "reason_against"]

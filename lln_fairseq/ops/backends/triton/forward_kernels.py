@@ -107,7 +107,7 @@ def _is_usable_query(b_q, padding, i_b, o_q, end, N):
     """Return True for each query of a tile that lies before `end` and is usable, (ROWS,).
 
     A padding query is not usable if one of its numbers is NaN or has a magnitude of at least 3e4, the limit of
-    ops/padding.py. Callers replace queries that are not usable by 0, which keeps them out of all sums.
+    ops/formula.py. Callers replace queries that are not usable by 0, which keeps them out of all sums.
 
     Args:
         b_q: (ROWS, D) queries.

@@ -1,4 +1,4 @@
-"""Launch the Triton kernels of the joint form of LLN+Diag, which ops/joint.py defines together with its offset o.
+"""Launch the Triton kernels of the joint form of LLN+Diag, which ops/formula.py defines together with its offset o.
 
 The forward pass reads or writes tensors of N x D numbers per head 6 times, the backward pass 13 times.
 
@@ -13,7 +13,6 @@ import torch
 import triton
 from torch import Tensor
 
-from lln_fairseq.ops.backends import Inputs, Spec
 from lln_fairseq.ops.backends.triton import backward_kernels, joint_backward_kernels, joint_kernels, joint_query_kernels
 from lln_fairseq.ops.backends.triton.launch import (
     chunk_size,
@@ -23,6 +22,7 @@ from lln_fairseq.ops.backends.triton.launch import (
     tiles_for,
     workspace,
 )
+from lln_fairseq.ops.formula import Inputs, Spec
 
 NUM_QUERY_STATS = 6  # listed in joint_query_kernels.py
 

@@ -1,6 +1,6 @@
 """Triton kernel of the forward pass of the joint form of LLN+Diag, and device functions that its backward pass shares.
 
-The formulas are those of ops/joint.py and backends/torch.py, with the softmax matrix Diag, the mass u, the
+The formulas are those of ops/formula.py and backends/torch.py, with the softmax matrix Diag, the mass u, the
 weight c and the offset o. forward_kernels.py explains the other names, and its first two kernels compute m, s and S.
 
 M, the part of the LLN matrix inside the blocks, is (A / s) W_bᵀ, where W_b has the rows of W that belong to the block.
@@ -30,7 +30,7 @@ from lln_fairseq.ops.backends.triton.forward_kernels import (
     _row_pointers,
     _softmax_step,
 )
-from lln_fairseq.ops.joint import FLOOR as _FLOOR
+from lln_fairseq.ops.formula import FLOOR as _FLOOR
 
 FLOOR = tl.constexpr(_FLOOR)
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lln_fairseq.ops.backends import DIAG, LLN, Spec
+from lln_fairseq.ops.formula import DIAG, LLN, Spec
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 HEAD_DIMS = (16, 32, 64, 128)

@@ -80,7 +80,7 @@ def _store_matched(
     sigma_k = tl.maximum(tl.sqrt(square_k / tl.maximum(count, 1.0)), 1e-6)
     log_s = 2.0 * (tl.log(sigma_q) + tl.log(sigma_k))
     log_sigma2 = _interpolate_table(log_s_table, log_sigma2_table, log_s, SIZE, SIZE_2)
-    log_sigma2 = tl.where(log_sigma2 > 24.0, 24.0, log_sigma2)  # moment_matching.LOG_SIGMA2_LIMIT
+    log_sigma2 = tl.where(log_sigma2 > 24.0, 24.0, log_sigma2)  # formula.LOG_SIGMA2_LIMIT
     half_sigma = tl.exp(0.5 * (log_sigma2 - 0.6931471805599453))  # σ̃ / √2: the constant is log 2
     tl.store(alpha + i_bh, half_sigma / sigma_q)
     tl.store(beta + i_bh, half_sigma / sigma_k)

@@ -1,7 +1,7 @@
-/* The joint form of LLN+Diag. The formulas and symbols are those of ops/joint.py and backends/torch.py. Each
+/* The joint form of LLN+Diag. The formulas and symbols are those of ops/formula.py and backends/torch.py. Each
    tile is a block. The keys of a block are its own tokens, followed by the global tokens that lie before the block. */
 
-static const float FLOOR = 0.0625f; /* FLOOR of ops/joint.py: the minimum of the divisor of c */
+static const float FLOOR = 0.0625f; /* FLOOR of ops/formula.py: the minimum of the divisor of c */
 
 /* Return a pointer to a part of L of a head: the maximum of beta k_j, or the sum of e^(beta k_j - maximum). */
 static float *key_max_of_head(const problem *p, int64_t head) { return log_sum_of_head(p, head) + D; }

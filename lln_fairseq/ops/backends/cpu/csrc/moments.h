@@ -45,7 +45,7 @@ static double interpolate(table t, double x) {
     return t.y[right - 1] + slope * (x - t.x[right - 1]);
 }
 
-enum { LOG_SIGMA2_LIMIT = 24 }; /* the limit of moment_matching.py */
+enum { LOG_SIGMA2_LIMIT = 24 }; /* the limit of ops/formula.py */
 
 /* Store alpha = σ̃ / (√2 σ_q) and beta = σ̃ / (√2 σ_k) of a head. */
 static void head_match_moments(const problem *p, int64_t head, scratch c) {

@@ -105,7 +105,7 @@ static const float *valid_tokens(const problem *p, span s, scratch c) {
 /* Return a tile of queries, in which numbers of padding queries are 0 if they are NaN or at least 3e4 in magnitude. The
    result is in the tensor itself if possible, otherwise in `copy`. */
 static const float *load_queries(const view *x, span s, const float *valid, float *copy) {
-    return load_tile(x, s, valid, 3e4f, copy); /* the limit of ops/padding.py */
+    return load_tile(x, s, valid, 3e4f, copy); /* the limit of ops/formula.py */
 }
 
 /* Return a tile of keys or values, in which padding tokens are 0. */

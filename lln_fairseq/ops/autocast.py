@@ -1,4 +1,4 @@
-"""The precision in which attention is computed."""
+"""Functions that run without autocast, which would round their products to half precision."""
 
 import functools
 from collections.abc import Callable
@@ -9,11 +9,6 @@ from torch import Tensor
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which attention of inputs of `dtype` is computed: float64 for float64, otherwise float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
