@@ -67,8 +67,9 @@ class FileTree:
             yield stream
 
     def read(self, name: str) -> bytes:
-        """Return the decompressed content of the file with the full name `name`. If it is missing or damaged, raise
-        UserError.
+        """Return the decompressed content of the file with the full name `name`.
+
+        A missing or damaged file raises UserError.
         """
         if name not in self.openers:
             raise UserError(f"{self.where} has no {name}")

@@ -43,7 +43,10 @@ def summarize_datasets(inputs: Sequence[Mapping[str, Mapping[str, int]]], unit: 
 
 
 def run_build(build: Callable[[], dict[str, Any]], summarize: Callable[[dict[str, Any]], str]) -> int:
-    """Build a data set, print the summary of the manifest that `build` returns, and return `run_command`'s exit code."""
+    """Build a data set, print the summary of the manifest that `build` returns, and return the exit code.
+
+    See `run_command` for the exit codes.
+    """
     return run_command(lambda: print_status(summarize(build())))
 
 

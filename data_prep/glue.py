@@ -94,8 +94,7 @@ class GlueSource:
         return read_glue_rows(read_lines(content, name), name, self.task, split, keep)
 
     def _mrpc_filter(self, split: str) -> Callable[[list[str]], bool]:
-        """Return a function that takes the cells of a row of Microsoft's training file, and returns True if it is in a
-        split.
+        """Return a function that returns True if the cells of a row of Microsoft's training file belong to a split.
 
         GLUE defines its dev set by a list of pairs of sentence ids. The split is "train" or "valid".
         """

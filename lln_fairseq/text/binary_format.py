@@ -99,8 +99,9 @@ def index_bytes(lengths: np.ndarray, dtype: Any) -> bytes:
 
 
 def read_dataset(prefix: str | Path) -> Samples | None:
-    """Open the data set `prefix` as memory-mapped arrays, and check that its files are complete. The ids are not
-    checked.
+    """Open the data set `prefix` as memory-mapped arrays, and check that its files are complete.
+
+    The ids are not checked.
 
     Returns:
         The samples, or None if neither file exists or if PREFIX.idx does not have this memory-mapped format.

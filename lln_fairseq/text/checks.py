@@ -80,8 +80,7 @@ def check_lines(prefix: str, dictionary: Path, combine: bool = False) -> int:
 
 
 def check_labels(prefix: str, classes: int, rows: int, combine: bool = False) -> int:
-    """Check the binarized labels of a classification. Return their number, which is `rows`, or 0 if there are no
-    labels.
+    """Check the binarized labels of a classification, and return their number: `rows`, or 0 if there are none.
 
     Every sample must be exactly one label, with or without </s>. Class k has the id 4 + k. With `combine`, the data
     sets prefix1, prefix2, ... are checked too, up to the first one that does not exist; `rows` is the number for all

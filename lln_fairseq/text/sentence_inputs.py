@@ -124,8 +124,9 @@ def lines_before_cut(dataset: Any) -> Any:
 
 
 def add_input(dataset: Any, name: str, values: Any) -> None:
-    """Add a data set with one value per row to the `net_input` of a split, in place. `dataset` is as for
-    `count_cut_rows`.
+    """Add a data set with one value per row to the `net_input` of a split, in place.
+
+    `dataset` is as for `count_cut_rows`.
     """
     _without_order(dataset).defn[f"net_input.{name}"] = values
 

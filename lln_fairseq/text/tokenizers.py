@@ -293,7 +293,7 @@ TOKENIZER_FILES = {  # in the order of the constructors' arguments
 
 
 def make_tokenizer(kind: str, files: Mapping[str, bytes]) -> Tokenizer:
-    """Create a tokenizer of a kind in TOKENIZERS from the contents of TOKENIZER_FILES[kind]; further files are ignored."""
+    """Create a tokenizer of a kind in TOKENIZERS from the contents of its files; further files are ignored."""
     contents = [files[name] for name in TOKENIZER_FILES[kind]]
     return TOKENIZERS[kind](*contents)
 
