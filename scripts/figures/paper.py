@@ -166,7 +166,6 @@ def _measure(inputs: GaussianInputs, kernel: Kernel, temperatures: list[float]) 
 
 
 def _mean_and_max_distance(values: list[float], softmax: list[float]) -> tuple[float, float]:
-    """Return the mean and the largest absolute difference from the values of softmax."""
     distances = [abs(a - b) for a, b in zip(values, softmax, strict=True)]
     return sum(distances) / len(distances), max(distances)
 

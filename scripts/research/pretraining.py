@@ -67,7 +67,7 @@ def run_pretraining(unit: Unit, work: Path, results: Path, text: str | None, upd
 
 
 def training_arguments(unit: Unit, data: Path, directory: Path, updates: int, precision: str) -> list[str]:
-    """Return the module and the arguments that train the unit, or what is missing of it."""
+    """Return the module and the arguments that train the unit, or continue its training."""
     attention, options = parse_attention_spec(unit.spec)
     interval = max(1, updates // VALIDATIONS)
     arguments = [
