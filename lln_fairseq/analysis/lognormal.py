@@ -85,7 +85,7 @@ def qq(values: Tensor | np.ndarray, points: int = 99) -> tuple[np.ndarray, np.nd
 
 
 def log_entries(P: Tensor) -> np.ndarray:
-    """Return the logarithms of all positive entries of P, as one vector for histograms and Q-Q plots."""
+    """Return the logarithms of the positive entries of all matrices of P, as one vector for histograms and Q-Q plots."""
     entries = _flatten_matrices(P)
     return entries[entries > 0].log().cpu().numpy()
 
@@ -127,14 +127,7 @@ def _flatten_matrices(x: Tensor) -> Tensor:
 
 
 def _ks_distance(values: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Return the Kolmogorov-Smirnov distance between each sample and N(mean, std²).
-
-    Args:
-        values: samples (..., n).
-        mean, std: (...).
-
-    Returns: (...), the largest difference between the two distribution functions.
-    """
+    """Return the largest difference (...) between the distribution functions of samples (..., n) and N(mean, std²)."""
     count = values.shape[-1]
     rank = torch.arange(count, device=values.device)
     theory = torch.special.ndtr((values.sort(dim=-1).values - mean[..., None]) / std[..., None])

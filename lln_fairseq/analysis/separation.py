@@ -33,12 +33,10 @@ def distinct_queries(q: Tensor) -> Tensor:
 
 
 def _softmax(q: Tensor, k: Tensor) -> Tensor:
-    """Return the rows of softmax attention for the distinct queries of q."""
     return reference.softmax_matrix(distinct_queries(q), k)
 
 
 def _linear(q: Tensor, k: Tensor) -> Tensor:
-    """Return the rows of linear attention, scores divided by their sum, for the distinct queries of q."""
     return reference.kernel_matrix(distinct_queries(q), k)
 
 
@@ -91,12 +89,9 @@ class Problem(NamedTuple):
     v: Tensor | None = None
 
     def attention_rows(self, matrix: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Return the rows that the network reads, one for each distinct query.
+        """Return the rows that the network reads, (B, distinct queries, d), or (B, distinct queries, n) if v is None.
 
-        Args:
-            matrix: a function of NORMALIZATIONS, which computes the attention matrix from q and k.
-
-        Returns: (B, distinct queries, d), or (B, distinct queries, n) if v is None.
+        `matrix` is a function of NORMALIZATIONS.
         """
         P = matrix(self.q, self.k)
         if self.v is None:
@@ -140,7 +135,6 @@ def softmax_regression(
     y = _draw_signs((draws, n, m), generator)
 
     def problem(products: Tensor) -> Problem:
-        """Return the input with the products Ax (draws, 1, n, 1)."""
         return Problem(math.sqrt(d) * x, products * x / x.square().sum(-1, keepdim=True))
 
     return _separate(problem(d0_products), problem(d1_products), y, tau=0.5)
@@ -189,7 +183,6 @@ def self_attention(
     scale = math.sqrt(math.log(n))
 
     def problem(a: float) -> Problem:
-        """Return the input with this a."""
         A = torch.cat((_one_hot(n, a), (1 - c) * _stacked_identity(n, d - 2), _column(n, c)), dim=1) * scale
         queries = A.sum(1, keepdim=True).expand(n, d) if mixing == "ones" else A
         return Problem(math.sqrt(d) * queries[None, None], A[None, None], A[None, None])
@@ -234,7 +227,6 @@ def cross_attention(
     keys = torch.cat((_one_hot(n, 1.0), _stacked_identity(n, d - 1)), dim=1)[None, None] * scale
 
     def problem(a: float) -> Problem:
-        """Return the input with this a."""
         queries = torch.cat((_one_hot(n, a), _column(n, 1.0).expand(n, d - 1)), dim=1) * scale
         return Problem(math.sqrt(d) * queries[None, None], keys, keys)
 
@@ -245,10 +237,7 @@ def cross_attention(
 def _separate(d0: Problem, d1: Problem, y: Tensor, tau: float) -> Separation:
     """Count the draws in which each attention separates d0 from d1.
 
-    Args:
-        d0, d1: the two inputs.
-        y: sign vectors (draws, features, m); `features` is the length of the rows that the network reads.
-        tau: τ, the threshold of the network.
+    The sign vectors y are (draws, features, m), where `features` is the length of the rows that the network reads.
     """
     zero_on_d0 = {}
     positive_on_d1 = {}
@@ -265,22 +254,15 @@ def _separate(d0: Problem, d1: Problem, y: Tensor, tau: float) -> Separation:
 
 
 def _network(rows: Tensor, y: Tensor, tau: float) -> Tensor:
-    """Compute F, the output of the network, for each draw of the sign vectors.
+    """Compute F, the output of the network (draws,).
 
-    The threshold is slightly larger than τ, so that a product that equals τ does not exceed it by a rounding error.
-
-    Args:
-        rows: (B, R, features), where B is the number of draws or 1.
-        y: sign vectors (draws, features, m).
-        tau: τ.
-
-    Returns: (draws,).
+    The rows are (B, R, features), and the sign vectors y are (draws, features, m).
     """
+    # The threshold is slightly larger than τ, so that a product that equals τ does not exceed it by a rounding error.
     return (rows @ y - (1 + 1e-12) * tau).clamp_min(0).sum(dim=(1, 2))
 
 
 def _draw_signs(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Draw a float64 tensor of -1 and 1."""
     return 2.0 * torch.randint(2, shape, generator=generator).double() - 1
 
 
@@ -293,7 +275,6 @@ def _one_hot(n: int, value: float) -> Tensor:
 
 
 def _column(n: int, value: float) -> Tensor:
-    """Return a float64 column (n, 1) that is filled with `value`."""
     return torch.full((n, 1), value, dtype=torch.float64)
 
 
