@@ -85,7 +85,7 @@ def qq(values: Tensor | np.ndarray, points: int = 99) -> tuple[np.ndarray, np.nd
 
 
 def log_entries(P: Tensor) -> np.ndarray:
-    """Return the logarithms of the positive entries of all matrices of P, as one vector for histograms and Q-Q plots."""
+    """Return the logarithms of the positive entries of all matrices as one vector, for histograms and Q-Q plots."""
     entries = _flatten_matrices(P)
     return entries[entries > 0].log().cpu().numpy()
 

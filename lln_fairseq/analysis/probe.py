@@ -192,7 +192,10 @@ class Probe:
         self.writer = writer
 
     def __call__(self, model: nn.Module, update: int) -> float:
-        """Measure the model and write the results for step `update`. Return the duration in seconds, and write it, too."""
+        """Measure the model and write the results for step `update`.
+
+        The duration of the measurement in seconds is written, too, and returned.
+        """
         start = time.perf_counter()
         for number, layer in enumerate(record_layers(model, self.net_input)):
             self._write_layer(layer, f"layer_{number:02d}", update)
