@@ -172,9 +172,8 @@ WAYS: dict[str, type[Way]] = {
 def quantize_rows(x: Tensor, lowest: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize each row of x (rows, columns) to 256 whole numbers from `lowest` on.
 
-    Returns:
-        The numbers (rows, columns) in row-major order, and scales and offsets (rows, 1), with
-        numbers * scales + offsets near x. If x has NaN or an infinity, the scale of that row is not finite.
+    The result is the numbers (rows, columns) in row-major order, and scales and offsets (rows, 1), with numbers *
+    scales + offsets near x. If x has NaN or an infinity, the scale of that row is not finite.
     """
     smallest = x.amin(dim=1, keepdim=True)
     scales = x.amax(dim=1, keepdim=True).sub_(smallest).div_(255).clamp_(min=SMALLEST_SCALE)
