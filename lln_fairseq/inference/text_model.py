@@ -184,10 +184,7 @@ class TextModel(nn.Module):
         normalize: bool | None = None,
         on_long: str = "truncate",
     ) -> Iterator[Any]:
-        """Yield the vector (C,) or the TokenVectors of each text, reading only a few thousand texts ahead.
-
-        The arguments are those of `encode`.
-        """
+        """Yield what `encode` returns for each text, reading only a few thousand texts ahead."""
         if pooling is None:
             pooling = self.pooling.mode
         if pooling not in (*POOLINGS, TOKENS):
@@ -253,7 +250,6 @@ class TextModel(nn.Module):
         return logits[0][is_mask.to(self._device)][0].float().softmax(dim=-1).cpu()
 
     def _require_labels(self) -> None:
-        """Raise UserError if the model was not fine-tuned."""
         if not self.finetuned:
             raise UserError("the model was not fine-tuned and has no labels to predict")
 
@@ -348,7 +344,6 @@ class TextModel(nn.Module):
 
     @property
     def _device(self) -> torch.device:
-        """Return the device of the model's parameters."""
         return next(self.model.parameters()).device
 
 
@@ -361,7 +356,6 @@ def _require_many(texts: Any) -> None:
 
 
 def _log_cut_texts(limit: LengthLimit) -> None:
-    """Log a warning that says how many texts were cut, if any were."""
     message = limit.message()
     if message:
         logger.warning(message)
