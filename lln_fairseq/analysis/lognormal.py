@@ -61,7 +61,8 @@ def lognormal_fit(P: Tensor) -> LogNormalFit:
 def normality(x: Tensor) -> NormalFit:
     """Fit a normal distribution to queries or keys x (..., N, D). Each fit pools all N tokens and D features of a head.
 
-    The paper's model (section 3) assumes N(0, σ²), and all its predictions for P depend on this assumption.
+    If all entries are equal, skewness, kurtosis and distance are NaN. The paper's model (section 3) assumes N(0, σ²),
+    and all its predictions for P depend on this assumption.
     """
     entries = _flatten_matrices(x)
     mean = entries.mean(-1)

@@ -126,7 +126,10 @@ class LLNDiagAttention(MomentMatchedAttention):
         return {"LLN only": lln, "Diag only": diag}
 
     def _count_global_tokens(self, context: Context) -> int | Tensor:
-        """Return the number of global tokens: an int, or for "first_segment" one per sequence, (B,), at most 128."""
+        """Return the number of global tokens: an int, or for "first_segment" one per sequence, (B,), at most 128.
+
+        For "first_segment", ValueError is raised if the context does not have the lengths of the first segments.
+        """
         if self.global_tokens != FIRST_SEGMENT:
             return int(self.global_tokens)
         if context.first_lengths is None:

@@ -56,7 +56,7 @@ def save_tokenizer(task: Any, save_dir: str) -> None:
 
 
 def check_vocabulary(vocabulary: Any, task: Any, where: str) -> None:
-    """Raise UserError if the symbols of a `Vocabulary` have other ids in the task's dictionary.
+    """Raise UserError if the symbols of a `Vocabulary` have other ids in the task's dictionary, which may have more.
 
     `where` names the vocabulary in the message.
     """

@@ -115,9 +115,10 @@ def _split_lines(lines: Iterable[tuple[int, str]], inputs: int) -> Iterator[tupl
 
 @contextmanager
 def open_lines(name: str) -> Iterator[Iterable[str]]:
-    """Yield the lines of a UTF-8 file, or of standard input, without their ends, with a progress bar.
+    """Open a UTF-8 file, or standard input for "-", and yield an iterable of its lines without their ends.
 
-    UserError is raised if standard input is closed, and in the iteration the exceptions of `read_lines`.
+    The iterable shows a progress bar, and raises the exceptions of `read_lines`. UserError is raised if standard input
+    is closed.
     """
     if name != STANDARD_STREAM:
         with open(name, "rb") as file:

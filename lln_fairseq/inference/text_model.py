@@ -289,7 +289,7 @@ class TextModel(nn.Module):
             _log_cut_texts(limit)
 
     def _first_lengths(self, samples: Sequence[Tensor]) -> Tensor | None:
-        """Return the lengths of the first segments of samples (N,), (number of samples,); None if none will be cut.
+        """Return the lengths of the first segments of samples (N,), (samples,), or None if no sample will be cut.
 
         The encoder finds the segments of samples that are not cut.
         """
@@ -323,7 +323,7 @@ class TextModel(nn.Module):
 
     @torch.no_grad()
     def _class_logits(self, tokens: Tensor, **options: Any) -> Tensor:
-        """Return the logits (B, classes) of the classification head for tokens (B, N)."""
+        """Return the logits (B, classes) of the classification head for tokens (B, N), float32 on the CPU."""
         head = self.task.cfg.classification_head_name
         logits, _ = self.model(tokens, features_only=True, classification_head_name=head, **options)
         return logits.float().cpu()

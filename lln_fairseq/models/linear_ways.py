@@ -91,7 +91,10 @@ class Int8Way(Way):
     @classmethod
     @functools.cache
     def largest_weight(cls) -> int:
-        """Return the largest number of a weight: 127, or 63 where sums of two products overflow 16 bits."""
+        """Return the largest magnitude of a quantized weight: 127, or 63 where sums of two products overflow 16 bits.
+
+        The first call finds out by trying, and its result is kept for all later ones.
+        """
         features = 256
         way = cls.__new__(cls)
         way.weight_scales = torch.ones(features)

@@ -195,7 +195,10 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
             )
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
-        """Build the model, after setting cfg.two_towers in place to the task's option two_towers."""
+        """Build the model, after setting cfg.two_towers in place to the task's option two_towers.
+
+        With two_towers, a model that is not one of this package raises UserError.
+        """
         if self.cfg.two_towers or "two_towers" in cfg:
             with open_dict(cfg) if OmegaConf.is_config(cfg) else nullcontext():
                 cfg.two_towers = self.cfg.two_towers

@@ -78,9 +78,9 @@ def _options_or_exit(config: DictConfig) -> dict[str, Any]:
 def missing_options(config: DictConfig) -> dict[str, Any]:
     """Return the options that a run's model takes from the checkpoint that the run starts from.
 
-    Options that the user has set are left out. The result is empty if the run does not start from a checkpoint, if it
-    trains another model than lln_roberta, and if the checkpoint has no configuration. All checkpoints of a sweep must
-    have the same options.
+    Options that the user has set are left out. max_positions is not below the length of the task's texts. The result is
+    empty if the run does not start from a checkpoint, if it trains another model than lln_roberta, and if the
+    checkpoint has no configuration. All checkpoints of a sweep must have the same options.
     """
     overrides = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
     model: Any = {}

@@ -55,8 +55,8 @@ def text_fraction(lengths: Sequence[np.ndarray], batches: Sequence[Sequence[int]
     """Return the fraction of text among the computed tokens, and the number of computed tokens.
 
     The computed tokens are the text and the padding of all batches and inputs. If all rows are empty, the result is 1.0
-    and 0. `lengths` has one array (rows,) per input of the model, and `batches` the row numbers of each batch, at least
-    one.
+    and 0. `lengths` has one array (rows,) per input of the model, and `batches` the row numbers of each batch. There
+    must be at least one batch, and no batch without rows.
     """
     text = 0
     computed = 0

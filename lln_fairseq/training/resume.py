@@ -62,7 +62,7 @@ class ExactResume:
         restore_patience(state.get("patience", {}))
 
     def before_step(self, optimizer: Any) -> None:
-        """Restore the scaler and the float32 parameters of the optimizer from the state that was loaded, once.
+        """Restore the optimizer's scaler and float32 parameters, if a state was loaded since the previous call.
 
         Saved parameters of other shapes are ignored, because they were flattened for another number of devices. The
         optimizer then keeps the parameters that fairseq restored from the 16-bit copies.

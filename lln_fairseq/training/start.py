@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 def start_run(run_in_worker: Callable, original: Callable, cfg: Any, main: Callable, *args: Any, **kwargs: Any) -> Any:
     """Check the options, lock save_dir, and call run_in_worker(main, cfg, ...) in every worker. Replaces call_main.
 
-    Other programs of fairseq call this, too; for them, cfg.model is None. The directory save_dir is created.
+    Other programs of fairseq call this, too; for them, cfg.model is None. If the run saves, save_dir is created.
 
     Without this patch, too many workers and Ctrl-C end in a traceback, two runs can write into the same directory, and
     --bf16 on the command line implies a TPU. Remove the patch once fairseq handles these cases and has a hook for the
@@ -112,13 +112,12 @@ def prepare_training(original: Callable, cfg: Any, trainer: Trainer, **kwargs: A
     checkpoint options.
 
     trainer.cfg is changed in place: batch_size and update_freq are set to match task.global_batch, and max_epoch is set
-    to -1 if the run is complete, so that fairseq's loop does nothing. The schedule's warm-up and end are set, too, with
-    --warmup-fraction.
+    to -1 if the run is complete, so that fairseq's loop does nothing. With --warmup-fraction, the schedule is changed,
+    too.
 
-    The first worker writes SAVE_DIR/tokenizer/, where it removes the files of an earlier task, and
-    SAVE_DIR/config.yaml, and it writes the settings to TensorBoard and logs the summary. If the run is complete, it
-    writes only the tokenizer and can delete an interval checkpoint, see `saving.remove_superseded`. With --no-save, no
-    file in save_dir changes.
+    Unless --no-save is set, the first worker writes SAVE_DIR/tokenizer/, from which it removes the files of an earlier
+    task. Then, for a complete run, it can delete an interval checkpoint, see `saving.remove_superseded`. For any other
+    run, it writes SAVE_DIR/config.yaml. It also writes the settings to --tensorboard-logdir, and logs the summary.
 
     Without this patch, fairseq ignores a missing --restore-file, and it makes another update when a run is complete or
     has stopped early. Remove the patch once fairseq has a hook that runs before the training loop.

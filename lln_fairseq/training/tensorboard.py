@@ -98,6 +98,7 @@ class LayerScalars:
             return
         if self.loss_scale.scaler is not None:
             metrics.log_scalar("overflows", self.loss_scale.overflows, weight=0, priority=710, round=0)
+            # Derived metrics are computed last: fairseq logs the loss scale of an update after all other metrics.
             metrics.log_derived("inverse_loss_scale", _inverse_loss_scale, priority=705)
         observed = [log for log in logging_outputs if SCALARS in log]
         if observed and is_first_worker():
@@ -120,11 +121,7 @@ class LayerScalars:
 
 
 def _inverse_loss_scale(meters: Any) -> float:
-    """Return 1 / loss scale, or 0.0 before fairseq has logged a loss scale.
-
-    This is a derived metric, because fairseq logs the loss scale of an update after all other metrics, and computes
-    derived metrics last.
-    """
+    """Return 1 / loss scale, or 0.0 before fairseq has logged a loss scale."""
     if "loss_scale" not in meters:
         return 0.0
     return 1 / meters["loss_scale"].val

@@ -143,7 +143,7 @@ class OutOfMemory(Exception):
 def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
     """Compute function(*arguments) in a new process, whose memory nothing else has used, and return the result.
 
-    The process is forked from a server that has imported torch and done nothing else. The function, its arguments and
+    The process is forked from a server that has only imported torch and the attentions. The function, its arguments and
     its result must be picklable. The function's exceptions are raised here. OutOfMemory is raised if memory runs out,
     or if the process is killed: Linux kills a process when no memory is left.
     """

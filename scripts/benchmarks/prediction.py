@@ -217,7 +217,8 @@ def check_same_logits(models: dict[str, Logits], tokens: Tensor) -> None:
     """Raise RuntimeError if the logits of a model differ from those of the loaded checkpoint that it was exported from.
 
     A model with LINEAR in its name is compared with models[LINEAR], any other model with models[SOFTMAX]. Differences
-    up to TOLERANCE, as a fraction of the largest logit, are accepted. Models in a lower precision are not compared.
+    up to TOLERANCE are accepted, as a fraction of the largest logit, or of 1 if that is larger. Models in a lower
+    precision are not compared.
     """
     for name, model in models.items():
         if name.endswith(INEXACT):

@@ -96,7 +96,7 @@ class Sheet:
             self.axes[panel].legend(**{"fontsize": 8, **options})
 
     def note(self, text: str) -> None:
-        """Add a line that states in numbers what the figure shows. The caller of `save` prints the notes."""
+        """Add a line that states in numbers what the figure shows. It is not drawn: `draw_figures` prints it."""
         self.notes.append(text)
 
     def save(self, path: Path) -> None:
