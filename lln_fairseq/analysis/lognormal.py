@@ -47,7 +47,8 @@ def lognormal_fit(P: Tensor) -> LogNormalFit:
 
     Some entries can be 0: outside the blocks of block-diagonal attention, with ReLU features, or by underflow. μ and σ²
     are computed from the positive entries only. The distance also counts the zeros, so it is at least the fraction of
-    zeros. A matrix without a positive entry gives NaN, and a negative entry makes the distance NaN.
+    zeros. A matrix without a positive entry gives NaN, and a negative entry makes the distance NaN. If all entries are
+    equal, σ² is 0 up to rounding, and the distance is NaN or meaningless.
     """
     entries = _flatten_matrices(P)
     logs = entries.log()  # -inf for 0, NaN for a negative entry
