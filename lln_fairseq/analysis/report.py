@@ -85,7 +85,7 @@ class AttentionReport:
     by_depth: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as a dictionary that can be written as JSON. NaN and infinities become None.
+        """Return the report as a dictionary for JSON. In the layers, NaN and infinities become None.
 
         Each measure of a layer has the entries "mean" (over the heads) and "by_head".
         """

@@ -36,8 +36,9 @@ logger = logging.getLogger(__name__)
 def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, path: str) -> None:
     """Check that a checkpoint can be loaded into a model, and log a warning if its attention or an option differs.
 
-    UserError is raised if the checkpoint was trained with another dictionary than the task's or has other sizes, or if
-    the two attentions differ and one of them replaces whole encoder layers. The checkpoint can be loaded lazily.
+    UserError is raised if the checkpoint was trained with another dictionary or tokenizer than the task's, if it has
+    other sizes, or if the two attentions differ and one of them replaces whole encoder layers. The checkpoint can be
+    loaded lazily.
     """
     check_model_dictionary(state, task, path)
     options = getattr(model, "args", {})

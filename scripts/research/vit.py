@@ -263,8 +263,8 @@ class ViTRun:
     def finish(self) -> dict[str, Any]:
         """Train the model, or read the result of a finished run.
 
-        "history" has one entry for the untrained model and one for each epoch (see `_record_epoch`). "test" is the
-        accuracy in percent on the test split after the last epoch.
+        In the result, "history" has one entry for the untrained model and one for each epoch (see `_record_epoch`).
+        "test" is the accuracy in percent on the test split after the last epoch.
         """
         result_file = self.directory / RESULT
         if result_file.is_file():
