@@ -11,6 +11,9 @@ leaves open. All attentions get the same queries and keys, scaled so that softma
 rows of the attention matrices are:
 
     softmax  exp(scores) / Σ        linear  scores / Σ        lln  <e^{αq}, e^{βk}> / Σ with moment matching
+
+All experiments take the number of tokens n, the number of features d, the number of sign vectors m, the accepted
+probability of failure δ, the number of draws of the sign vectors, and the seed of all draws.
 """
 
 import math
@@ -110,20 +113,13 @@ def softmax_regression(
     """Compare softmax(Ax) with the linear Ax/<Ax, 1> and with LLN, as in section 4.
 
     The query is x (d), and the keys are the rows of A (n, d). The network reads the attention vector of length n. In D0
-    every (Ax)_i is uniform in [ln 1.3, ln 1.4]. D1 is the same, except that one entry is 4 ln n.
+    every (Ax)_i is uniform in [ln 1.3, ln 1.4]. D1 is the same, except that one entry is 4 ln n. The inputs are drawn
+    anew with the sign vectors, of which there are ⌈ln(n/δ)⌉ by default.
 
     Our choices: τ = 1/2. On D1, softmax gives 1 - O(n⁻³), which is above τ. On D0, the products <row, y_j> are only
     noise of O(√(ln(n/δ)/n)), and linear attention on D1 adds at most 4 ln n / (n ln 1.3), so both are below τ. Softmax
     and linear attention depend only on Ax, but LLN depends on A and x. We draw x from N(0, 1)^d, and take the smallest
     A with the drawn product: A = (Ax) xᵀ/|x|².
-
-    Args:
-        n: the number of tokens.
-        d: the number of features.
-        m: the number of sign vectors; None = ⌈ln(n/δ)⌉.
-        delta: δ, the accepted probability of failure.
-        draws: how often the inputs and the sign vectors are drawn.
-        seed: the seed of all draws.
     """
     generator = torch.Generator().manual_seed(seed)
     m = m or math.ceil(math.log(n / delta))
@@ -169,16 +165,12 @@ def self_attention(
     itself dominates, the output exceeds τ for at least a quarter of the sign vectors.
 
     Args:
-        n: the number of tokens, a multiple of d - 2.
-        d: the number of features.
-        m: the number of sign vectors; None = `hidden_units`.
+        n: a multiple of d - 2.
+        m: None = `hidden_units`.
         a0: a in D0, between 0 and 0.1.
         a1: a in D1; None = 0.8 for X all ones and 2 for the identity.
         c: the entries of the last column, without the factor √(ln n).
-        delta: δ, the accepted probability of failure.
         mixing: X, "ones" (section 7.2.1) or "identity" (section 7.2.2).
-        draws: how often the sign vectors are drawn.
-        seed: the seed of all draws.
     """
     scale = math.sqrt(math.log(n))
 
@@ -210,18 +202,14 @@ def cross_attention(
     for key j is (1 + a) ln n, and the score of every other pair is ln n. In the softmax of row i, n^{1+a} competes with
     n · n, so key j dominates if a > 1, and does not if a < 0.1.
 
-    Our choices: τ = 1.1 √(ln n). This is above √(ln n), which a mean of the rows of A2 cannot exceed. It is below
-    2 √(ln n), the product of row j of A2 with a sign vector that is 1 at both nonzero entries, as a quarter of them is.
+    Our choices: τ = 1.1 √(ln n). This is above √(ln n), which a mean of the rows of A2 cannot exceed. It is below 2
+    √(ln n), the product of row j of A2 with a sign vector that is 1 at both nonzero entries, as a quarter of them is.
 
     Args:
-        n: the number of tokens, a multiple of d - 1.
-        d: the number of features.
-        m: the number of sign vectors; None = `hidden_units`.
+        n: a multiple of d - 1.
+        m: None = `hidden_units`.
         a0: a in D0, between 0 and 0.1.
         a1: a in D1, above 1.
-        delta: δ, the accepted probability of failure.
-        draws: how often the sign vectors are drawn.
-        seed: the seed of all draws.
     """
     scale = math.sqrt(math.log(n))
     keys = torch.cat((_one_hot(n, 1.0), _stacked_identity(n, d - 1)), dim=1)[None, None] * scale

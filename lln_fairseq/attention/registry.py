@@ -225,8 +225,7 @@ def reject_layer_mechanism(name: str, reason: str) -> None:
 
 
 def parse_config(name: str, options: dict[str, Any]) -> Any:
-    """Return an instance of the options dataclass of the mechanism `name`. Options that are not given keep their
-    defaults.
+    """Return an instance of the options dataclass of the mechanism `name`. Options not given keep their defaults.
 
     Raises:
         ValueError: if the name or an option is unknown, if a value is not among the choices or below the minimum, or if
