@@ -29,12 +29,9 @@ CHUNK_BYTES = 1 << 16
 
 @contextmanager
 def damage_as_data_error(where: str) -> Iterator[None]:
-    """Turn the standard library's errors about damaged archives into UserErrors inside the `with` block.
+    """Turn the standard library's errors about damaged archives into UserErrors that begin with `where`.
 
     Errors of the file system, such as a full disk or a missing file, are raised unchanged.
-
-    Args:
-        where: the file that is read; the message of the UserError begins with it.
     """
     try:
         yield
@@ -60,9 +57,8 @@ class FileTree:
     def open(self, name: str) -> Iterator[BinaryIO]:
         """Open the file with the full name `name` for reading bytes. The content of .xz and .gz files is decompressed.
 
-        Raises:
-            KeyError: if there is no such file.
-            UserError: if the data is damaged. Damage can also be detected later, at any read in the `with` block.
+        If there is no such file, this raises KeyError. Damaged data raises UserError, possibly only at a later read in
+        the `with` block.
         """
         with damage_as_data_error(f"{self.where}: {name}"), self.openers[name]() as stream:
             decompress = DECOMPRESSORS.get(PurePosixPath(name).suffix)
@@ -73,8 +69,7 @@ class FileTree:
     def read(self, name: str) -> bytes:
         """Return the decompressed content of the file with the full name `name`.
 
-        Raises:
-            UserError: if there is no such file, or its data is damaged.
+        A missing or damaged file raises UserError.
         """
         if name not in self.openers:
             raise UserError(f"{self.where} has no {name}")
@@ -82,21 +77,11 @@ class FileTree:
             return stream.read()
 
     def find(self, name: str, directory: str = "", excluded_directories: Collection[str] = ()) -> str | None:
-        """Search the tree for a file called `name`, `name`.xz or `name`.gz.
+        """Return the full name of the only file called `name`, `name`.xz or `name`.gz, or None if there is none.
 
-        Files directly inside a directory called `directory` are considered first, at any depth of the tree. If there
-        are none, all files are considered except those directly inside one of the `excluded_directories`.
-
-        Args:
-            name: the name of the file, without directories.
-            directory: the name of the preferred directory, without its parents; "" is the top level of the tree.
-            excluded_directories: names of directories, without their parents.
-
-        Returns:
-            The full name of the file, or None if there is no such file.
-
-        Raises:
-            UserError: if more than one file is found.
+        Files directly inside a directory called `directory` are considered first, at any depth of the tree; "" is the
+        top level. If there are none, all files are considered except those directly inside one of the
+        `excluded_directories`. Directories are named without their parents. More than one match raises UserError.
         """
         accepted = {name}
         for suffix in DECOMPRESSORS:
@@ -122,12 +107,7 @@ class FileTree:
 
 
 def loose_files(paths: Mapping[str, Path], where: str) -> FileTree:
-    """Return a tree of single files.
-
-    Args:
-        paths: for the name of each file in the tree, its path on the disk.
-        where: the name of the tree in error messages.
-    """
+    """Return a tree of single files, whose names in the tree are the keys of `paths`."""
     openers = {name: partial(path.open, "rb") for name, path in paths.items()}
     return FileTree(where, openers, paths)
 
@@ -164,7 +144,6 @@ def _open_tar(path: Path) -> FileTree:
 
 
 def _open_zip(path: Path) -> FileTree:
-    """Return the tree of the files in a zip archive."""
     archive = zipfile.ZipFile(path)
     openers = {name: partial(archive.open, name) for name in archive.namelist() if not name.endswith("/")}
     return FileTree(str(path), openers, archive=path)
@@ -180,18 +159,10 @@ def read_to_end(archive: tarfile.TarFile) -> None:
 def read_matching_files(source: Path, matches: Callable[[str], bool]) -> Iterator[tuple[str, BinaryIO]]:
     """Yield (name, stream) for every matching file of a directory or an archive, in one pass.
 
-    Each stream must be read before the next one is requested. Files whose names end with .xz or .gz are decompressed
-    only if they are in a zip archive. A damaged tar archive raises the standard library's errors; wrap the loop in
-    `with damage_as_data_error(...)` to get a UserError instead.
-
-    Args:
-        source: the directory or archive.
-        matches: called with the name of each file, returns True for the files to read. Names have forward slashes. In a
-            directory, they begin with the directory's own name.
-
-    Raises:
-        UserError: if `source` is neither a directory nor an archive.
-        OSError: if `source` does not exist.
+    Each stream must be read before the next one is requested. Names have forward slashes; in a directory, they begin
+    with the directory's own name. Files whose names end with .xz or .gz are decompressed only if they are in a zip
+    archive. A damaged tar archive raises the standard library's errors; wrap the loop in `with
+    damage_as_data_error(...)` to get a UserError instead.
     """
     if source.is_dir():
         for name, path in list_matching_files(source, matches):
@@ -216,8 +187,7 @@ def read_matching_files(source: Path, matches: Callable[[str], bool]) -> Iterato
 def list_matching_files(directory: Path, matches: Callable[[str], bool]) -> Iterator[tuple[str, Path]]:
     """Yield (name, path) for every matching file in a directory and its subdirectories, sorted by path.
 
-    Names have forward slashes and begin with the directory's own name. `matches` is called with the name of each file,
-    and returns True for the files to list.
+    Names have forward slashes and begin with the directory's own name.
     """
     root = directory.resolve()
     for path in sorted(root.rglob("*")):

@@ -34,7 +34,6 @@ def random_below(generator: random.Random, limit: int) -> int:
 
 
 def draw_chunk(draw: DrawFunction, name: str, seed: int, size: int, chunk: int) -> list[DrawnRow]:
-    """Return the rows of one chunk, counted from 0, in the order in which they are drawn. Rows can repeat."""
     generator = random.Random(f"{seed} {name} {chunk}")
     return [draw(generator) for _ in range(size)]
 

@@ -10,7 +10,6 @@ from lln_fairseq.text.encode import usable_cores
 
 
 def add_tokenizer_option(parser: argparse.ArgumentParser) -> None:
-    """Add the required option --tokenizer, whose value is for load_tokenizer."""
     parser.add_argument(
         "--tokenizer", required=True, help="directory of the pre-training data or of a tokenizer, or gpt2"
     )
@@ -25,11 +24,9 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
 
 
 def summarize_datasets(inputs: Sequence[Mapping[str, Mapping[str, int]]], unit: str) -> str:
-    """Return the counts of data sets as text, one line per split.
+    """Return the counts of data sets as text, one line per split. `unit` is what a row is, in the plural.
 
-    Args:
-        inputs: for each input of a row, its counts by split, as in a manifest. The tokens of the inputs are added up.
-        unit: what a row is, in the plural.
+    `inputs` has the counts of each input of a row by split, as in a manifest. The tokens of the inputs are added up.
     """
     lines = []
     for split in inputs[0]:
@@ -56,8 +53,8 @@ def run_build(build: Callable[[], dict[str, Any]], summarize: Callable[[dict[str
 def run_command(program: Callable[[], object]) -> int:
     """Run a program and return its exit code: 0, 1 after an error that the user can fix, or 130 after Ctrl-C.
 
-    The return value of the program is ignored. An error that the user can fix is printed as one line on stderr. After
-    Ctrl-C, a message says what the same command will not do again. Other exceptions are raised.
+    An error that the user can fix is printed as one line on stderr. After Ctrl-C, a message says what the same command
+    will not do again. Other exceptions are raised.
     """
 
     def run() -> None:

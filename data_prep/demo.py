@@ -89,7 +89,6 @@ class DemoSource:
 
 
 def parse_snippets(content: bytes) -> list[Snippet]:
-    """Return the snippets of one source file in the order of its lines. `content` is the whole file."""
     snippets = []
     for line in content.decode("utf-8-sig").removesuffix("\n").split("\n"):
         _, score, text = line.split("\t")
@@ -100,14 +99,9 @@ def parse_snippets(content: bytes) -> list[Snippet]:
 def make_sentiment_task(snippets: Sequence[Snippet]) -> tuple[LabeledRows, dict[str, Any]]:
     """Return the rows of the sentiment task by split, and their counts for the manifest.
 
-    Snippets without text are left out. Snippets with the same `sentence_key` become one row, which has the text of the
-    first of these snippets. Its label is "1" if their mean score is above 0.5, and "0" if it is below -0.5. Rows with a
-    score in between are left out.
-
-    Returns:
-        A tuple of two dicts. The first one has the (sentence, label) rows of each split. The second one has the number
-        of rows as {split: {label: number}}. Its entry "left_out" has the numbers of "empty" snippets, of "repeated"
-        snippets and of "neutral" rows.
+    Snippets without text are left out. Snippets with the same `sentence_key` become one row with their mean score and
+    the text of the first of them. The counts are {split: {label: rows}}; their entry "left_out" has the numbers of
+    "empty" snippets, of "repeated" snippets and of "neutral" rows.
     """
     copies: dict[str, list[Snippet]] = {}
     for snippet in snippets:
@@ -152,10 +146,7 @@ def make_corpus(snippets: Sequence[Snippet]) -> tuple[Lines, dict[str, int]]:
 
 
 def read_members(archive: Path) -> dict[str, bytes]:
-    """Return the content of each file in MEMBERS by its name.
-
-    `archive` is the path of the vaderSentiment archive. The files are in another archive inside it, INNER_ARCHIVE.
-    """
+    """Return the content of each file in MEMBERS by its name, from INNER_ARCHIVE inside the vaderSentiment archive."""
     contents = {}
     with tarfile.open(archive) as outer, tarfile.open(fileobj=outer.extractfile(INNER_ARCHIVE)) as inner:
         for name in MEMBERS:
@@ -166,9 +157,9 @@ def read_members(archive: Path) -> dict[str, bytes]:
 
 
 def read_demo_source(archive: Path) -> DemoSource:
-    """Make the corpus and the sentiment task from the vaderSentiment archive at this path, and print a status line.
+    """Make the corpus and the sentiment task from the vaderSentiment archive.
 
-    Empty texts are left out. A damaged archive raises the exceptions of Python's tarfile and gzip modules.
+    A damaged archive raises the exceptions of Python's tarfile and gzip modules.
     """
     print_status(f"reading {archive.name}")
     snippets = {name: parse_snippets(content) for name, content in read_members(archive).items()}
@@ -188,10 +179,7 @@ def read_demo_source(archive: Path) -> DemoSource:
 
 
 def demo_result_files(tokenizer_files: Sequence[str]) -> list[str]:
-    """Return the paths of all result files except manifest.json, relative to OUT.
-
-    `tokenizer_files` are the names of the tokenizer's files. They come first in the result.
-    """
+    """Return the paths of all result files except manifest.json, relative to OUT; the tokenizer's files come first."""
     names = list(tokenizer_files)
     names += [f"raw/SST-2/{glue_name}.tsv" for glue_name in GLUE_NAMES.values()]
     for directory in ("lm", "sentiment/input0", "sentiment/label"):
@@ -215,10 +203,6 @@ def build_demo(
         vocab_size: number of SentencePiece pieces. It is ignored if `tokenizer` is given.
         overwrite: build again even if the directory contains a result.
         tokenizer: a tokenizer that load_tokenizer accepts. None trains one.
-
-    Raises:
-        UserError: if the archive is not the published file or cannot be downloaded, the tokenizer cannot be used, the
-            directory cannot be used or contains other data, or the text is too small for `vocab_size` pieces.
     """
     given_vocabulary = None
     settings: dict[str, Any] = {
@@ -259,13 +243,10 @@ def build_demo(
 
 
 def train_vocabulary(lines: Sequence[str], vocab_size: int) -> Vocabulary:
-    """Train a SentencePiece model on the lines and return its vocabulary.
+    """Train a SentencePiece model on the lines, a case-insensitive unigram model.
 
-    The model is a case-insensitive unigram model. A case-sensitive BPE model would split sentences into more pieces. A
-    logistic regression on these pieces would classify 2 to 3 % fewer of the task's dev sentences correctly.
-
-    Raises:
-        UserError: if the text is too small for `vocab_size` pieces.
+    A case-sensitive BPE model would split sentences into more pieces. A logistic regression on these pieces would
+    classify 2 to 3 % fewer of the task's dev sentences correctly.
     """
     print_status(f"training a SentencePiece model of {vocab_size} pieces on {len(lines)} lines")
     return new_vocabulary(SentencePieceTokenizer(train_sentencepiece(lines, vocab_size, "unigram", fold=True)))
@@ -276,15 +257,8 @@ def write_demo(
 ) -> tuple[Vocabulary, dict[str, dict[str, Any]]]:
     """Write every result file except the manifest.
 
-    Args:
-        out: the output directory.
-        vocabulary: the vocabulary that encodes the texts.
-        lines: the corpus lines by split.
-        rows: the (sentence, label) rows of the sentiment task by split.
-
-    Returns:
-        A tuple of the vocabulary and the counts of the data sets by directory and split. The dictionary of the returned
-        vocabulary has the symbol counts of the corpus's train text. The counts are read back from the written files.
+    Returns the vocabulary, now with the symbol counts of the corpus's train text, and the counts of the data sets by
+    directory and split, read back from the written files.
     """
     for name, content in vocabulary.tokenizer.files.items():
         write_bytes(out / name, content)
@@ -317,11 +291,7 @@ def write_demo(
 
 
 def summarize_demo(content: Mapping[str, Any]) -> str:
-    """Return the counts of a manifest as text, without a final line break.
-
-    There is one line for each split. Two further lines have the numbers of texts that were left out of the sentiment
-    task and of the corpus.
-    """
+    """Return the counts of a manifest as text: one line per split, and two lines with the texts that were left out."""
     lines = []
     for split in SPLITS:
         lm = content["datasets"]["lm"][split]
@@ -337,7 +307,6 @@ def summarize_demo(content: Mapping[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0, 1 after an error or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m data_prep.demo", description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--out", type=Path, default=Path("data-bin/demo"), help="output directory (default: %(default)s)"

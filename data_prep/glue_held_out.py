@@ -37,13 +37,8 @@ FORMAT = 1  # increase it when the same settings give another result, so that ol
 def split_rows(source: GlueSource, train: int, test: int) -> dict[str, GlueRows]:
     """Return the rows of train, valid and test, all with labels.
 
-    Args:
-        source: the files of a task in GLUE's layout.
-        train: number of rows that are taken from the start of the training file.
-        test: number of rows that are taken from the end of the training file.
-
-    Raises:
-        UserError: if the training file has fewer than `train` + `test` rows, or a file is malformed.
+    `train` rows are the first of the training file, and `test` rows are the last of it. UserError is raised if the file
+    has fewer rows than both together.
     """
     rows = source.read_rows("train")
     if train + test > len(rows):
@@ -66,18 +61,10 @@ def _select_rows(rows: GlueRows, part: slice) -> GlueRows:
 
 
 def add_distractors(rows: GlueRows, sentences: int, seed: int) -> GlueRows:
-    """Return a copy of the rows in which every sentence is hidden among sentences of other questions.
+    """Return a copy of the rows of QNLI in which every sentence is hidden among sentences of other questions.
 
-    The new second text of a row is its own sentence and the distractors, in random order, joined by spaces. The
-    sentences of a row are all different. The questions and labels stay the same.
-
-    Args:
-        rows: the rows of a QNLI split: questions, sentences and labels.
-        sentences: number of sentences in the new second text, including the row's own sentence.
-        seed: seed of the choice of the distractors and of the order.
-
-    Raises:
-        UserError: if the split has too few rows to find the distractors of a row.
+    The new second text of a row has `sentences` different sentences, its own among them, in random order, joined by
+    spaces. The questions and labels stay the same. UserError is raised if the split has too few rows.
     """
     questions, originals = rows.inputs
     generator = random.Random(seed)
@@ -110,6 +97,8 @@ def build_glue_held_out(
 ) -> dict[str, Any]:
     """Build the data set in `out` and return its manifest. A finished directory with the same settings is kept.
 
+    The published archive is downloaded if necessary even if the directory is finished.
+
     Args:
         out: the output directory, which is created.
         task_name: a key of GLUE_TASKS. The task must be a classification.
@@ -121,10 +110,6 @@ def build_glue_held_out(
         source: archive or directory in GLUE's layout; None downloads the published archive.
         workers: number of processes; None uses all cores.
         overwrite: build again even if the directory contains a result.
-
-    Raises:
-        UserError: if the tokenizer or the source cannot be used, the source has too few rows, or the directory cannot
-            be used or contains other data.
     """
     task = GLUE_TASKS[task_name]
     vocabulary = load_tokenizer(tokenizer)
@@ -158,13 +143,11 @@ def build_glue_held_out(
 
 
 def summarize_held_out(content: dict[str, Any]) -> str:
-    """Return the counts of a manifest as text, one line per split."""
     inputs = [datasets for directory, datasets in content["datasets"].items() if directory != "label"]
     return summarize_datasets(inputs, "rows")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0, 1 after an error or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="python -m data_prep.glue_held_out", description=(__doc__ or "").split("\n")[0]
     )

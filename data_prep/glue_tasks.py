@@ -239,10 +239,7 @@ def read_glue_rows(
 
 
 def _checked_label(label: str, task: GlueTask, location: str) -> str:
-    """Return the label of a classification unchanged, or the score of a regression divided by MAX_SCORE, as text.
-
-    `location` is the file and the line, for error messages. Raises UserError for an unknown label or an invalid score.
-    """
+    """Return the label of a classification unchanged, or the score of a regression divided by MAX_SCORE, as text."""
     if task.labels:
         if label not in task.labels:
             raise UserError(f"{location}: the label must be one of {', '.join(task.labels)}, got {label!r}")

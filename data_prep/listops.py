@@ -74,9 +74,8 @@ def draw_listops_row(generator: random.Random) -> DrawnRow:
 def _draw_argument(generator: random.Random, depth: int, symbols: bytearray) -> int:
     """Draw a digit or a list, append it to `symbols` in place, and return its value.
 
-    `depth` is 1 for the whole row, 2 for the arguments of its outermost list, and so on.
-
-    Raises _RowTooLongError as soon as the row is too long, so that no time is spent on the rest of it.
+    `depth` is 1 for the whole row, 2 for the arguments of its outermost list, and so on. _RowTooLongError is raised as
+    soon as the row is too long, so that no time is spent on the rest of it.
     """
     if depth >= MAX_DEPTH or generator.random() > LIST_PROBABILITY:
         digit = random_below(generator, 10)
@@ -95,23 +94,19 @@ def _draw_argument(generator: random.Random, depth: int, symbols: bytearray) -> 
 
 
 def parse_listops_row(source: str) -> bytes:
-    """Convert a row of the published files to indices into SYMBOLS. The parentheses in these files are ignored.
+    """Convert a row of the published files, without its target, to indices into SYMBOLS. Parentheses are ignored.
 
-    `source` is the row without its target. The words in it are separated by white space.
-
-    Raises:
-        KeyError: if a word is not a symbol.
+    A word that is not a symbol raises KeyError.
     """
     symbol_ids = {symbol: number for number, symbol in enumerate(SYMBOLS)}
     return bytes(symbol_ids[word] for word in source.split() if word not in "()")
 
 
 def evaluate_listops_row(symbols: Sequence[int]) -> int:
-    """Return the digit that a row evaluates to; `symbols` are indices into SYMBOLS.
+    """Return the digit that a row of indices into SYMBOLS evaluates to.
 
-    Raises:
-        ValueError: if a closing bracket closes no list or an empty list, or if the row is not exactly one complete list
-            or one digit.
+    ValueError is raised if a closing bracket closes no list or an empty list, or if the row is not exactly one complete
+    list or one digit.
     """
     # The first entry is not a list of the row: it collects the value of the whole row.
     open_lists: list[tuple[str, list[int]]] = [("", [])]

@@ -147,9 +147,9 @@ def build_lra_task(out: Path, options: LraOptions, overwrite: bool = False) -> d
 
 
 def source_checksums(task: LraTask, options: LraOptions) -> dict[str, str]:
-    """Return the SHA-256 of each source by its name, without downloading anything.
+    """Return the SHA-256 of each source by its name, without downloading anything. It is empty if the rows are drawn.
 
-    A source with the name of a published file must have its content. The result is empty if the rows are drawn.
+    A source with the name of a published file must have its content, or UserError is raised.
     """
     published = {file.name: file for file in task.published}
     source = options.source
@@ -237,7 +237,6 @@ def count_lra_rows(task: LraTask, rows: LraRows) -> dict[str, Any]:
 
 
 def summarize_lra_task(content: dict[str, Any]) -> str:
-    """Return the counts of a manifest as text, one line per split."""
     lines = []
     task = content["settings"]["task"]
     origin = content["settings"]["data"]

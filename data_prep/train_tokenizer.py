@@ -30,16 +30,14 @@ def read_stripped_lines(paths: Sequence[Path]) -> Iterable[str]:
 def train_tokenizer(text: Sequence[Path], out: Path, vocab_size: int, model_type: str) -> None:
     """Train a SentencePiece model on text files and write OUT/spm.model and OUT/spm.vocab.
 
-    spm.model is written last: if it exists, so does spm.vocab.
+    spm.model is written last: if it exists, so does spm.vocab. An existing spm.model is never replaced; it raises
+    UserError.
 
     Args:
         text: UTF-8 files with one sentence or paragraph per line.
         out: the output directory, which is created.
         vocab_size: number of pieces; for "char", the maximum.
         model_type: "bpe", "unigram" or "char".
-
-    Raises:
-        UserError: if OUT/spm.model exists, the directory cannot be used, or the model cannot be trained on the text.
     """
     with output_directory(out):
         if (out / "spm.model").exists():
@@ -50,7 +48,6 @@ def train_tokenizer(text: Sequence[Path], out: Path, vocab_size: int, model_type
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0, 1 after an error or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="python -m data_prep.train_tokenizer",
         description="Train a SentencePiece model that encodes every text without loss.",

@@ -54,7 +54,7 @@ ARCHIVE = FILES["wikitext-103-raw-v1.zip"]
 
 
 class WikiTextCorpus:
-    """Reads the text files of the three splits.
+    """Reads the text files of the three splits from an archive or a directory. A missing file raises UserError.
 
     Args:
         tree: the archive or directory.
@@ -62,9 +62,6 @@ class WikiTextCorpus:
             it.
         articles: True keeps blank lines only between articles, not between the sections of an article (see
             article_lines).
-
-    Raises:
-        UserError: if the file of a split is missing.
     """
 
     def __init__(self, tree: FileTree, train_bytes: int | None = None, articles: bool = False) -> None:
@@ -92,12 +89,9 @@ class WikiTextCorpus:
                 yield from lines
 
     def count_lines(self, split: str) -> int:
-        """Return the number of lines of a split.
+        """Return the number of lines of a split. Raise UserError if a line is not UTF-8, or all lines are blank.
 
         This reads the whole split, so that bad input is detected before anything is written.
-
-        Raises:
-            UserError: if a line is not UTF-8, or all lines are blank.
         """
         count = 0
         has_text = False
@@ -129,10 +123,7 @@ def article_lines(lines: Iterable[str]) -> Iterator[str]:
 
 
 def wikitext_result_files(tokenizer_kind: str) -> list[str]:
-    """Return the paths of all result files except manifest.json, relative to OUT.
-
-    `tokenizer_kind` is a key of TOKENIZER_FILES. The tokenizer's files come first.
-    """
+    """Return the paths of all result files except manifest.json, relative to OUT. The tokenizer's files come first."""
     names = [*TOKENIZER_FILES[tokenizer_kind], DICTIONARY]
     return names + split_files("", SPLITS)
 
@@ -264,17 +255,7 @@ def read_wikitext(
     tokenizer: str,
     vocab_size: int,
 ) -> WikiTextInput:
-    """Check the text, and train a tokenizer if `given_vocabulary` is None.
-
-    Args:
-        corpus: the text.
-        given_vocabulary: the vocabulary of an existing tokenizer, or None.
-        tokenizer: the tokenizer to train, a key of TRAINED_TOKENIZERS.
-        vocab_size: number of pieces of the tokenizer to train.
-
-    Raises:
-        UserError: if a line is not UTF-8, all lines of a split are blank, or the tokenizer cannot be trained.
-    """
+    """Check the text, and train a tokenizer, a key of TRAINED_TOKENIZERS, if `given_vocabulary` is None."""
     print_status(f"reading {corpus.tree.where}")
     line_counts = {split: corpus.count_lines(split) for split in SPLITS}
     if given_vocabulary is not None:
@@ -289,12 +270,8 @@ def write_wikitext(
 ) -> dict[str, dict[str, int]]:
     """Write the tokenizer, the data sets and dict.txt, in this order, and return the counts of each data set by split.
 
-    Args:
-        out: the output directory.
-        data: the text and its vocabulary.
-        workers: number of processes; None uses all cores.
-        count_symbols: True writes the symbol counts of the train text to dict.txt, False the counts of the vocabulary's
-            dictionary.
+    dict.txt has the symbol counts of the train text if `count_symbols` is True, otherwise those of the vocabulary's
+    dictionary.
     """
     vocabulary = data.vocabulary
     for name, content in vocabulary.tokenizer.files.items():
@@ -320,12 +297,10 @@ def _encoded_blocks(encoder: ParallelEncoder, corpus: WikiTextCorpus, split: str
 
 
 def summarize_wikitext(content: dict[str, Any]) -> str:
-    """Return the counts of a manifest as text, one line per split."""
     return summarize_datasets([content["datasets"]], "lines")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0, 1 after an error or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m data_prep.wikitext103", description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--out", type=Path, default=Path("data-bin/wikitext-103"), help="output directory (default: %(default)s)"

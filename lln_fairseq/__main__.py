@@ -40,16 +40,10 @@ PROGRAMS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program that the first argument names.
+    """Run the program that the first argument names, and return its exit code, see lln_fairseq/command.py.
 
-    Args:
-        argv: the arguments of the command; None takes those of this process.
-
-    Returns:
-        The exit code of the program, see lln_fairseq/command.py.
-
-    Raises:
-        SystemExit: if the program is missing or unknown, or for a program's own usage errors and --help.
+    `argv` are the arguments of the command; None takes those of this process. SystemExit is raised if the program is
+    missing or unknown, and for a program's own usage errors and --help.
     """
     arguments = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="lln-fairseq", epilog="lln-fairseq PROGRAM --help lists its options.")

@@ -59,7 +59,6 @@ def run_main(program: Callable[[], int | None], interrupted: str = "interrupted"
 
 
 def _end_with_line(line: str, code: int = 1) -> int:
-    """Print a line on stderr, unless the line is empty, and return `code`."""
     if line:
         print(line, file=sys.stderr)
     return code
@@ -119,9 +118,6 @@ def exit_with_parent(parent: int) -> None:
     This works on Linux, where the kernel kills the process. On other systems, only the check at the call is made: the
     process outlives a parent that is killed later with SIGKILL. It then still holds its lock on the directory of the
     run, so no other run starts there.
-
-    Args:
-        parent: the process id that the parent must have.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -90,15 +90,10 @@ def _is_temporary(candidate: Path, path: Path) -> bool:
 
 
 def lock_file(handle: int, wait: bool = False) -> bool:
-    """Lock an open file or directory until it is closed.
+    """Lock an open file or directory, given by its descriptor, until it is closed. With `wait`, wait for the lock.
 
-    Args:
-        handle: the file descriptor.
-        wait: if another process holds the lock, wait until it closes the file.
-
-    Returns:
-        True if the lock was obtained, or if the file system does not support locks. False if another process holds the
-        lock and `wait` is False.
+    The result is False if another process holds the lock. It is True if the lock was obtained, and also if the file
+    system does not support locks.
     """
     operation = fcntl.LOCK_EX
     if not wait:
@@ -128,7 +123,6 @@ def sha256_of(path: Path) -> str:
 
 
 def sha256_bytes(data: bytes) -> str:
-    """Return the SHA-256 checksum of `data` in lower-case hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
 
 

@@ -29,10 +29,7 @@ class ClassCounts:
     def from_predictions(cls, predictions: Tensor, targets: Tensor, num_classes: int) -> "ClassCounts":
         """Count the predictions of a batch or a data set. The counts are int64, on the device of the predictions.
 
-        Args:
-            predictions: the predicted classes, int64 (rows,), from 0 to num_classes - 1.
-            targets: the actual classes, int64 (rows,), from 0 to num_classes - 1.
-            num_classes: the number of classes.
+        The predicted and the actual classes are int64 (rows,), from 0 to num_classes - 1.
         """
         hits = targets[predictions == targets]
         return cls(
@@ -46,7 +43,6 @@ class ClassCounts:
 
     @property
     def rows(self) -> int:
-        """The number of rows that were counted."""
         return int(self.actual.sum())
 
     @property

@@ -24,12 +24,8 @@ class LinePerState:
 def progress_bar(name: str, total: int | None, unit: str = "step", initial: int = 0, leave: bool = False) -> tqdm:
     """Return a tqdm bar with the time left. In a file or a pipe it prints a line every 20 seconds.
 
-    Args:
-        name: what is being done
-        total: number of units of the whole work, or None if it is not known
-        unit: name of a unit
-        initial: number of units that an earlier run has done
-        leave: keep the bar on a terminal when the work is done
+    Work of less than 5 seconds prints nothing there. `total` is None if it is not known, and `initial` is the number of
+    units that an earlier run has done. With `leave`, the bar stays on a terminal when the work is done.
     """
     if sys.stderr.isatty():
         return tqdm(total=total, desc=name, unit=f" {unit}s", initial=initial, leave=leave, dynamic_ncols=True)
@@ -70,7 +66,6 @@ def program_parser(program: str, description: str | None) -> argparse.ArgumentPa
 
 
 def at_least_one(text: str) -> int:
-    """Convert an argument to an integer of at least 1, as a `type` of argparse."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")

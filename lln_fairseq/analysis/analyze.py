@@ -19,11 +19,6 @@ from lln_fairseq.inference.loading import load_model
 
 
 def main(argv: list[str]) -> None:
-    """Run `lln-fairseq analyze` with these arguments.
-
-    Raises:
-        UserError: if a file or directory cannot be used, or a number is below 1. argparse handles wrong usage.
-    """
     parser = argparse.ArgumentParser(
         prog="lln-fairseq analyze", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -54,18 +49,8 @@ def analyze_checkpoint(
 ) -> report.AttentionReport:
     """Measure a checkpoint on batches · batch_size sequences, evenly spaced over a split.
 
-    If the split has fewer sequences, all of them are measured.
-
-    Args:
-        checkpoint: the path of the model.
-        data: the directory of binarized data.
-        split: the name of the split, such as "valid".
-        batches: the number of batches.
-        batch_size: the number of sequences in a batch.
-
-    Raises:
-        UserError: if batches or batch_size is below 1, or the checkpoint or the data cannot be loaded.
-        ValueError: if the model cannot be measured, see `report.measure_model`.
+    If the split has fewer sequences, all of them are measured. ValueError is raised if the model cannot be measured,
+    see `report.measure_model`.
     """
     if batches < 1 or batch_size < 1:
         raise UserError(f"--batches and --batch-size must be at least 1, got {batches} and {batch_size}")

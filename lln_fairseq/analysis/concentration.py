@@ -96,7 +96,7 @@ def _gap(matrices: Tensor) -> Tensor:
 def _second_modulus(matrix: np.ndarray) -> float:
     """Return the second largest modulus of the eigenvalues of a square matrix.
 
-    Return 0 for a 1 x 1 matrix, and NaN for a matrix with an entry that is not finite.
+    It is 0 for a 1 x 1 matrix, and NaN for a matrix with an entry that is not finite.
     """
     if not np.isfinite(matrix).all():
         return math.nan

@@ -18,7 +18,7 @@ NAMES = ("sigma_q", "sigma_k", "tau_sm", "tau_lln", "alpha", "beta")
 
 @torch.no_grad()
 def layer_scalars(attention: Attention, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> Tensor:
-    """Return six scalars of an attention, each averaged over the sequences of the batch and the heads.
+    """Return six scalars of an attention (6,), float32, each averaged over the sequences of the batch and the heads.
 
     In the order of NAMES, they are:
 
@@ -29,13 +29,6 @@ def layer_scalars(attention: Attention, q: Tensor, k: Tensor, context: Context =
 
     τ_lln, α and β are NaN for a mechanism that contains no LLN attention. If several workers share the sequences
     (`context.group`), all of them must make the call. Each worker then gets the result for the whole sequences.
-
-    Args:
-        attention: the mechanism.
-        q, k: (B, H, N, D).
-        context: what belongs to the call.
-
-    Returns: (6,) in float32.
     """
     exchange = create_exchange(context.group, q)
     sigma_q, sigma_k = standard_deviations((q, k), context.padding, exchange=exchange)
@@ -56,7 +49,7 @@ def layer_scalars(attention: Attention, q: Tensor, k: Tensor, context: Context =
 def observe(model: nn.Module) -> Iterator[list[Tensor]]:
     """Compute the `layer_scalars` of every attention that the model calls inside the `with` block.
 
-    Yields: a list, empty at first. Each call of an attention appends one vector (6,) to it.
+    The list that is yielded is empty at first. Each call of an attention appends one vector (6,) to it.
     """
     observed: list[Tensor] = []
 

@@ -47,7 +47,8 @@ def lognormal_fit(P: Tensor) -> LogNormalFit:
 
     Some entries can be 0: outside the blocks of block-diagonal attention, with ReLU features, or by underflow. μ and σ²
     are computed from the positive entries only. The distance also counts the zeros, so it is at least the fraction of
-    zeros. A matrix without a positive entry gives NaN, and a negative entry makes the distance NaN.
+    zeros. A matrix without a positive entry gives NaN, and a negative entry makes the distance NaN. If all entries are
+    equal, σ² is 0 up to rounding, and the distance is NaN or meaningless.
     """
     entries = _flatten_matrices(P)
     logs = entries.log()  # -inf for 0, NaN for a negative entry
@@ -61,7 +62,8 @@ def lognormal_fit(P: Tensor) -> LogNormalFit:
 def normality(x: Tensor) -> NormalFit:
     """Fit a normal distribution to queries or keys x (..., N, D). Each fit pools all N tokens and D features of a head.
 
-    The paper's model (section 3) assumes N(0, σ²), and all its predictions for P depend on this assumption.
+    If all entries are equal, skewness, kurtosis and distance are NaN. The paper's model (section 3) assumes N(0, σ²),
+    and all its predictions for P depend on this assumption.
     """
     entries = _flatten_matrices(x)
     mean = entries.mean(-1)
@@ -85,7 +87,7 @@ def qq(values: Tensor | np.ndarray, points: int = 99) -> tuple[np.ndarray, np.nd
 
 
 def log_entries(P: Tensor) -> np.ndarray:
-    """Return the logarithms of all positive entries of P, as one vector for histograms and Q-Q plots."""
+    """Return the logarithms of the positive entries of all matrices as one vector, for histograms and Q-Q plots."""
     entries = _flatten_matrices(P)
     return entries[entries > 0].log().cpu().numpy()
 
@@ -127,14 +129,7 @@ def _flatten_matrices(x: Tensor) -> Tensor:
 
 
 def _ks_distance(values: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Return the Kolmogorov-Smirnov distance between each sample and N(mean, std²).
-
-    Args:
-        values: samples (..., n).
-        mean, std: (...).
-
-    Returns: (...), the largest difference between the two distribution functions.
-    """
+    """Return the largest difference (...) between the distribution functions of samples (..., n) and N(mean, std²)."""
     count = values.shape[-1]
     rank = torch.arange(count, device=values.device)
     theory = torch.special.ndtr((values.sort(dim=-1).values - mean[..., None]) / std[..., None])

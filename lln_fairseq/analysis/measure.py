@@ -27,7 +27,7 @@ class SequenceAttention(NamedTuple):
     Attributes:
         heads: H, the number of heads.
         P: the attention matrices (H, n, n), or ROWS evenly spaced rows (H, ROWS, n) of them if the batch is longer than
-            MAX_TOKENS. None if it cannot be computed, see `sequence_attentions`.
+            MAX_TOKENS and n is more than ROWS. None if it cannot be computed, see `sequence_attentions`.
         features: φ(q) and φ(k), each (H, n, F). None unless the mechanism is linear.
     """
 
@@ -45,11 +45,6 @@ def sequence_attentions(
     For a linear mechanism, both `features` and `P` are set. If N exceeds MAX_TOKENS, its P has only some of the rows.
     For any other mechanism, `features` is None. Its P is set if N is at most MAX_TOKENS and its rows are distributions
     (`rows_sum_to_one`), and is None otherwise.
-
-    Args:
-        attention: the mechanism.
-        q, k: (B, H, N, D).
-        context: what belongs to the call.
     """
     is_short = q.shape[2] <= MAX_TOKENS
     for number in range(len(q)):
@@ -73,12 +68,10 @@ def sequence_attentions(
 
 
 def measure_sequence(sequence: SequenceAttention) -> Tensor:
-    """Compute every measure of NAMES for one sequence.
+    """Compute every measure of NAMES for one sequence, (7, H) in this order, float64 on the CPU.
 
     A measure that cannot be computed is NaN. The rank needs all rows of P. The spectral gap needs the features or all
     rows of P. The remaining measures need P. For a sequence without tokens, all measures are NaN.
-
-    Returns: (7, H) in the order of NAMES, float64 on the CPU.
     """
     heads, P, features = sequence
     values = dict.fromkeys(NAMES, torch.full((heads,), torch.nan))
@@ -99,41 +92,22 @@ def measure_sequence(sequence: SequenceAttention) -> Tensor:
 
 
 def measure_batch(attention: Attention, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> Tensor:
-    """Compute every measure of NAMES for every sequence of a batch, with `measure_sequence`.
-
-    Args:
-        attention: the mechanism.
-        q, k: (B, H, N, D), with at least one sequence.
-        context: what belongs to the call.
-
-    Returns: (B, 7, H) in the order of NAMES, float64 on the CPU.
-    """
+    """Compute `measure_sequence` for every sequence of a batch, which must not be empty: (B, 7, H)."""
     sequences = sequence_attentions(attention, q, k, context)
     return torch.stack([measure_sequence(sequence) for sequence in sequences])
 
 
 def remove_padding(x: Tensor, padding: Tensor | None) -> list[Tensor]:
-    """Split a batch into its sequences, and remove the padding of each.
-
-    Args:
-        x: (B, ..., N, C).
-        padding: bool (B, N), True = padded, or None.
-
-    Returns: for each sequence of n tokens, a tensor (..., n, C).
-    """
+    """Return the sequences of a batch x (B, ..., N, C), each as a tensor (..., n, C) of its n tokens."""
     if padding is None:
         return list(x)
     return [row[..., ~padded, :] for row, padded in zip(x, padding, strict=True)]
 
 
 def _matrix_rows(phi_q: Tensor, phi_k: Tensor, number: int | None) -> Tensor:
-    """Return evenly spaced rows of the attention matrix that the features define.
+    """Return evenly spaced rows of the attention matrix of features (H, n, F), or all rows if `number` is None.
 
-    Args:
-        phi_q, phi_k: (H, n, F).
-        number: the number of rows. All n rows are returned if it is None, n or more.
-
-    Returns: (H, number, n).
+    All rows are also returned if there are at most `number` of them.
     """
     if number is not None and number < phi_q.shape[-2]:
         phi_q = phi_q[:, torch.linspace(0, phi_q.shape[-2] - 1, number).long()]

@@ -39,7 +39,6 @@ class Layer:
     after: Tensor  # the output of the layer, (B, N, C)
 
     def scalars(self) -> Tensor:
-        """Return the scalars of `layer_scalars.NAMES` for this layer, averaged over sequences and heads, (6,)."""
         return layer_scalars.layer_scalars(self.attention, self.q, self.k, self.context)
 
 
@@ -64,14 +63,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 def record_layers(model: nn.Module, net_input: dict[str, Any]) -> list[Layer]:
     """Run the encoder of a fairseq RoBERTa, and return the records of its layers, from the first layer to the last.
 
-    The model runs in evaluation mode, and is afterwards as before.
-
-    Args:
-        model: a model whose layers have an attention of this package.
-        net_input: the entry "net_input" of a fairseq batch, on the model's device.
-
-    Raises:
-        ValueError: under the conditions of `encoder_layers`.
+    The model runs in evaluation mode, and is afterwards as before. `net_input` is the entry "net_input" of a fairseq
+    batch, on the model's device. ValueError is raised under the conditions of `encoder_layers`.
     """
     records: list[dict[str, Any]] = []
 
@@ -108,8 +101,8 @@ def record_layers(model: nn.Module, net_input: dict[str, Any]) -> list[Layer]:
 def encoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the encoder layers of a model that have an attention of this package, from the first to the last.
 
-    Raises:
-        ValueError: if there are none, or if the model's mechanism replaces whole layers and so has no queries and keys.
+    ValueError is raised if there are none, or if the model's mechanism replaces whole layers and so has no queries and
+    keys.
     """
     reject_layer_mechanism(getattr(getattr(model, "args", None), "attention", ""), "has no queries and keys to measure")
     layers = []
@@ -130,12 +123,9 @@ def ablated(model: nn.Module, skip: bool = True, mlp: bool = True) -> Iterator[N
     before.
 
     Args:
-        model: a model whose layers have an attention of this package.
+        model: a model whose layers have an attention of this package, or ValueError is raised.
         skip: False disables the skip connections. The layer norms stay.
         mlp: False disables the MLPs, together with their layer norms and skip connections.
-
-    Raises:
-        ValueError: under the conditions of `encoder_layers`.
     """
     layers = encoder_layers(model)
     # With checkpoint_activations, fairseq has set a wrapper as attribute `forward` of the layer object.
@@ -172,18 +162,10 @@ def _layer_forward(layer: Any, x: Tensor, context: Context, *, skip: bool, mlp: 
 
 
 def spread_batches(dataset: Any, batches: int, size: int, model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield batches of samples that are evenly spaced over a fairseq data set.
+    """Yield the "net_input" of batches of samples that are evenly spaced over a data set, on the model's device.
 
     In total there are batches · size samples, or all samples of a data set that has fewer. The last batch may be
     smaller than `size`.
-
-    Args:
-        dataset: the data set.
-        batches: the number of batches.
-        size: the number of samples in a batch.
-        model: its device gets the batches.
-
-    Yields: the entry "net_input" of each batch.
     """
     device = next(model.parameters()).device
     indices = np.linspace(0, len(dataset) - 1, min(batches * size, len(dataset))).astype(int).tolist()
@@ -212,7 +194,7 @@ class Probe:
     def __call__(self, model: nn.Module, update: int) -> float:
         """Measure the model and write the results for step `update`.
 
-        Returns: the duration of the measurement in seconds, which is also written.
+        The duration of the measurement in seconds is written, too, and returned.
         """
         start = time.perf_counter()
         for number, layer in enumerate(record_layers(model, self.net_input)):
@@ -223,7 +205,6 @@ class Probe:
         return seconds
 
     def _write_layer(self, layer: Layer, name: str, update: int) -> None:
-        """Measure one layer, and write its scalars and histograms for step `update`, with `name` in their tags."""
         measured = []
         logs = []
         for sequence in measure.sequence_attentions(layer.attention, layer.q, layer.k, layer.context):

@@ -85,7 +85,7 @@ class AttentionReport:
     by_depth: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as a dictionary that can be written as JSON. NaN and infinities become None.
+        """Return the report as a dictionary for JSON. In the layers, NaN and infinities become None.
 
         Each measure of a layer has the entries "mean" (over the heads) and "by_head".
         """
@@ -105,7 +105,7 @@ class AttentionReport:
 
 
 def measure_model(model: Any, batches: Iterable[dict[str, Any]]) -> AttentionReport:
-    """Measure every layer of a model.
+    """Measure every layer of a model, in evaluation mode.
 
     Args:
         model: a fairseq RoBERTa with an attention of this package.
@@ -149,14 +149,9 @@ def measure_model(model: Any, batches: Iterable[dict[str, Any]]) -> AttentionRep
 
 
 def _measure_states(function: Callable[[Tensor], Tensor], X: Tensor, padding: Tensor | None) -> Tensor:
-    """Measure the hidden states of each sequence without its padding.
+    """Measure the hidden states (B, N, C) of each sequence without its padding: (B,) in float64 on the CPU.
 
-    Args:
-        function: the measure. It returns a scalar for the hidden states (n, C) of a sequence.
-        X: hidden states (B, N, C).
-        padding: bool (B, N), True = padded, or None.
-
-    Returns: (B,) in float64 on the CPU.
+    The function returns a scalar for the hidden states (n, C) of a sequence.
     """
     values = [function(states) for states in measure.remove_padding(X, padding)]
     return torch.stack(values).cpu().double()
@@ -242,13 +237,7 @@ def draw_report(report: AttentionReport, path: Path) -> None:
 def _draw_measure(axis: Any, values: Sequence[Tensor], style: str, heading: str) -> None:
     """Draw one measure over the layers: the mean over heads as a line, and each head as a point.
 
-    If all values are NaN, draw nothing.
-
-    Args:
-        axis: the axes of a Matplotlib figure.
-        values: for each layer, the values of the heads, (H,), or (1,) for a measure of the whole layer.
-        style: the format string of the line.
-        heading: the label in the legend.
+    The values of a layer are (H,), or (1,) for a measure of the whole layer. If all values are NaN, nothing is drawn.
     """
     if all(heads.isnan().all() for heads in values):
         return

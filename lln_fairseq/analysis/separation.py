@@ -11,6 +11,9 @@ leaves open. All attentions get the same queries and keys, scaled so that softma
 rows of the attention matrices are:
 
     softmax  exp(scores) / Σ        linear  scores / Σ        lln  <e^{αq}, e^{βk}> / Σ with moment matching
+
+All experiments take the number of tokens n, the number of features d, the number of sign vectors m, the accepted
+probability of failure δ, the number of draws of the sign vectors, and the seed of all draws.
 """
 
 import math
@@ -33,12 +36,10 @@ def distinct_queries(q: Tensor) -> Tensor:
 
 
 def _softmax(q: Tensor, k: Tensor) -> Tensor:
-    """Return the rows of softmax attention for the distinct queries of q."""
     return reference.softmax_matrix(distinct_queries(q), k)
 
 
 def _linear(q: Tensor, k: Tensor) -> Tensor:
-    """Return the rows of linear attention, scores divided by their sum, for the distinct queries of q."""
     return reference.kernel_matrix(distinct_queries(q), k)
 
 
@@ -91,12 +92,9 @@ class Problem(NamedTuple):
     v: Tensor | None = None
 
     def attention_rows(self, matrix: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Return the rows that the network reads, one for each distinct query.
+        """Return the rows that the network reads, (B, distinct queries, d), or (B, distinct queries, n) if v is None.
 
-        Args:
-            matrix: a function of NORMALIZATIONS, which computes the attention matrix from q and k.
-
-        Returns: (B, distinct queries, d), or (B, distinct queries, n) if v is None.
+        `matrix` is a function of NORMALIZATIONS.
         """
         P = matrix(self.q, self.k)
         if self.v is None:
@@ -115,20 +113,13 @@ def softmax_regression(
     """Compare softmax(Ax) with the linear Ax/<Ax, 1> and with LLN, as in section 4.
 
     The query is x (d), and the keys are the rows of A (n, d). The network reads the attention vector of length n. In D0
-    every (Ax)_i is uniform in [ln 1.3, ln 1.4]. D1 is the same, except that one entry is 4 ln n.
+    every (Ax)_i is uniform in [ln 1.3, ln 1.4]. D1 is the same, except that one entry is 4 ln n. The inputs are drawn
+    anew with the sign vectors, of which there are ⌈ln(n/δ)⌉ by default.
 
     Our choices: τ = 1/2. On D1, softmax gives 1 - O(n⁻³), which is above τ. On D0, the products <row, y_j> are only
     noise of O(√(ln(n/δ)/n)), and linear attention on D1 adds at most 4 ln n / (n ln 1.3), so both are below τ. Softmax
     and linear attention depend only on Ax, but LLN depends on A and x. We draw x from N(0, 1)^d, and take the smallest
     A with the drawn product: A = (Ax) xᵀ/|x|².
-
-    Args:
-        n: the number of tokens.
-        d: the number of features.
-        m: the number of sign vectors; None = ⌈ln(n/δ)⌉.
-        delta: δ, the accepted probability of failure.
-        draws: how often the inputs and the sign vectors are drawn.
-        seed: the seed of all draws.
     """
     generator = torch.Generator().manual_seed(seed)
     m = m or math.ceil(math.log(n / delta))
@@ -140,7 +131,6 @@ def softmax_regression(
     y = _draw_signs((draws, n, m), generator)
 
     def problem(products: Tensor) -> Problem:
-        """Return the input with the products Ax (draws, 1, n, 1)."""
         return Problem(math.sqrt(d) * x, products * x / x.square().sum(-1, keepdim=True))
 
     return _separate(problem(d0_products), problem(d1_products), y, tau=0.5)
@@ -175,21 +165,16 @@ def self_attention(
     itself dominates, the output exceeds τ for at least a quarter of the sign vectors.
 
     Args:
-        n: the number of tokens, a multiple of d - 2.
-        d: the number of features.
-        m: the number of sign vectors; None = `hidden_units`.
+        n: a multiple of d - 2.
+        m: None = `hidden_units`.
         a0: a in D0, between 0 and 0.1.
         a1: a in D1; None = 0.8 for X all ones and 2 for the identity.
         c: the entries of the last column, without the factor √(ln n).
-        delta: δ, the accepted probability of failure.
         mixing: X, "ones" (section 7.2.1) or "identity" (section 7.2.2).
-        draws: how often the sign vectors are drawn.
-        seed: the seed of all draws.
     """
     scale = math.sqrt(math.log(n))
 
     def problem(a: float) -> Problem:
-        """Return the input with this a."""
         A = torch.cat((_one_hot(n, a), (1 - c) * _stacked_identity(n, d - 2), _column(n, c)), dim=1) * scale
         queries = A.sum(1, keepdim=True).expand(n, d) if mixing == "ones" else A
         return Problem(math.sqrt(d) * queries[None, None], A[None, None], A[None, None])
@@ -217,24 +202,19 @@ def cross_attention(
     for key j is (1 + a) ln n, and the score of every other pair is ln n. In the softmax of row i, n^{1+a} competes with
     n · n, so key j dominates if a > 1, and does not if a < 0.1.
 
-    Our choices: τ = 1.1 √(ln n). This is above √(ln n), which a mean of the rows of A2 cannot exceed. It is below
-    2 √(ln n), the product of row j of A2 with a sign vector that is 1 at both nonzero entries, as a quarter of them is.
+    Our choices: τ = 1.1 √(ln n). This is above √(ln n), which a mean of the rows of A2 cannot exceed. It is below 2
+    √(ln n), the product of row j of A2 with a sign vector that is 1 at both nonzero entries, as a quarter of them is.
 
     Args:
-        n: the number of tokens, a multiple of d - 1.
-        d: the number of features.
-        m: the number of sign vectors; None = `hidden_units`.
+        n: a multiple of d - 1.
+        m: None = `hidden_units`.
         a0: a in D0, between 0 and 0.1.
         a1: a in D1, above 1.
-        delta: δ, the accepted probability of failure.
-        draws: how often the sign vectors are drawn.
-        seed: the seed of all draws.
     """
     scale = math.sqrt(math.log(n))
     keys = torch.cat((_one_hot(n, 1.0), _stacked_identity(n, d - 1)), dim=1)[None, None] * scale
 
     def problem(a: float) -> Problem:
-        """Return the input with this a."""
         queries = torch.cat((_one_hot(n, a), _column(n, 1.0).expand(n, d - 1)), dim=1) * scale
         return Problem(math.sqrt(d) * queries[None, None], keys, keys)
 
@@ -245,10 +225,7 @@ def cross_attention(
 def _separate(d0: Problem, d1: Problem, y: Tensor, tau: float) -> Separation:
     """Count the draws in which each attention separates d0 from d1.
 
-    Args:
-        d0, d1: the two inputs.
-        y: sign vectors (draws, features, m); `features` is the length of the rows that the network reads.
-        tau: τ, the threshold of the network.
+    The sign vectors y are (draws, features, m), where `features` is the length of the rows that the network reads.
     """
     zero_on_d0 = {}
     positive_on_d1 = {}
@@ -265,22 +242,15 @@ def _separate(d0: Problem, d1: Problem, y: Tensor, tau: float) -> Separation:
 
 
 def _network(rows: Tensor, y: Tensor, tau: float) -> Tensor:
-    """Compute F, the output of the network, for each draw of the sign vectors.
+    """Compute F, the output of the network (draws,).
 
-    The threshold is slightly larger than τ, so that a product that equals τ does not exceed it by a rounding error.
-
-    Args:
-        rows: (B, R, features), where B is the number of draws or 1.
-        y: sign vectors (draws, features, m).
-        tau: τ.
-
-    Returns: (draws,).
+    The rows are (B, R, features), and the sign vectors y are (draws, features, m).
     """
+    # The threshold is slightly larger than τ, so that a product that equals τ does not exceed it by a rounding error.
     return (rows @ y - (1 + 1e-12) * tau).clamp_min(0).sum(dim=(1, 2))
 
 
 def _draw_signs(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Draw a float64 tensor of -1 and 1."""
     return 2.0 * torch.randint(2, shape, generator=generator).double() - 1
 
 
@@ -293,7 +263,6 @@ def _one_hot(n: int, value: float) -> Tensor:
 
 
 def _column(n: int, value: float) -> Tensor:
-    """Return a float64 column (n, 1) that is filled with `value`."""
     return torch.full((n, 1), value, dtype=torch.float64)
 
 

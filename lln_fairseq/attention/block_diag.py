@@ -13,8 +13,6 @@ from lln_fairseq.ops.lln import check_block_size
 
 @dataclass
 class BlockDiagConfig:
-    """The options of block-diagonal attention."""
-
     block_size: int | None = option(None, "tokens in a block; default: the head dimension", at_least=1)
 
 

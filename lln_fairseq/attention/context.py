@@ -15,7 +15,7 @@ class Context(NamedTuple):
     group: ProcessGroup | None = None  # the workers that share the sequence, in the order of its tokens
 
     def rows(self, part: slice) -> "Context":
-        """Return the context of some sequences of the batch."""
+        """Return the context of the sequences `part` of the batch. The workers stay the same."""
         padding = None if self.padding is None else self.padding[part]
         positions = None if self.positions is None else self.positions[part]
         first_lengths = None if self.first_lengths is None else self.first_lengths[part]
@@ -30,10 +30,6 @@ def first_segment_lengths(tokens: Tensor, eos: int) -> Tensor:
 
     In a pair, `<s> A </s></s> B </s>`, the first segment is `<s> A </s>`. A sequence without two adjacent </s> is not a
     pair; its first segment is its first token. The computation does not synchronize with a GPU.
-
-    Args:
-        tokens: token ids (B, N).
-        eos: the id of </s>.
     """
     is_end = tokens.eq(eos)
     is_doubled = is_end[:, :-1] & is_end[:, 1:]

@@ -18,13 +18,9 @@ class KernelFeatureAttention(Attention):
     """
 
     def features(self, x: Tensor) -> Tensor:
-        """Compute the features φ(x) of queries or keys. They must not be negative.
+        """Compute φ(x), (B, H, N, F), of queries or keys x (B, H, N, D) in float32 or float64. It must not be negative.
 
-        Args:
-            x: queries or keys (B, H, N, D), float32 or float64.
-
-        Returns:
-            φ(x), (B, H, N, F) in the dtype of x. The subclass chooses the number of features F.
+        The subclass chooses F. The result has the dtype of x, whose values at padding are arbitrary.
         """
         raise NotImplementedError
 
@@ -41,15 +37,7 @@ class KernelFeatureAttention(Attention):
         return self.linear_features(q, k, context)
 
     def linear_features(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor]:
-        """Compute the features from which the linear attention is computed.
-
-        Args:
-            q, k: queries and keys (B, H, N, D).
-            context: what belongs to the call.
-
-        Returns:
-            φ(q) and φ(k), each (B, H, N, F) in float32, or in float64 for float64 inputs.
-        """
+        """Compute φ(q) and φ(k), each (B, H, N, F), in float32, or in float64 for float64 inputs."""
         dtype = compute_dtype(q.dtype)
         phi_q = self.features(q.to(dtype))
         phi_k = self.features(k.to(dtype))

@@ -70,17 +70,9 @@ _LayerClass = TypeVar("_LayerClass", bound=type[EncoderLayer])
 
 
 def register_layer(name: str, config: type) -> Callable[[_LayerClass], _LayerClass]:
-    """Return a class decorator that registers a subclass of `EncoderLayer` and returns it unchanged.
+    """Return a class decorator that registers an `EncoderLayer` for --attention NAME, as `register_attention` does.
 
     `build_layer` calls the class with the arguments (config, dim, dropout, attention_dropout, activation_dropout).
-
-    Args:
-        name: the value of --attention that selects the class.
-        config: the dataclass of the options, whose fields are declared with `option`.
-
-    Raises (when the decorator is applied):
-        ValueError: if the name is already registered.
-        TypeError: if `config` is not a dataclass.
     """
     return register_in(LAYER_REGISTRY, name, config)
 
@@ -94,7 +86,7 @@ def build_layer(
     activation_dropout: float = 0.0,
     **options: Any,
 ) -> EncoderLayer:
-    """Build the layer that is registered under a name.
+    """Build the layer that is registered under a name, in training mode.
 
     Args:
         name: a key of LAYER_REGISTRY.

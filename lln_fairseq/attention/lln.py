@@ -16,8 +16,6 @@ GAINS = ("none", "learned")
 
 @dataclass
 class LLNConfig:
-    """The options of LLN attention."""
-
     alpha: float | None = option(None, "fixed α; needs β too and switches moment matching off")
     beta: float | None = option(None, "fixed β; needs α too and switches moment matching off")
     constants: str = option(

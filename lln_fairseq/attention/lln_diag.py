@@ -25,8 +25,6 @@ ONLY_INSIDE = -80.0
 
 @dataclass
 class LLNDiagConfig(LLNConfig):
-    """The options of LLN+Diag, which include those of LLN attention."""
-
     block_size: int | None = option(None, "tokens in a block; default: the head dimension", at_least=1)
     mix: str = option(
         "average",
@@ -112,7 +110,7 @@ class LLNDiagAttention(MomentMatchedAttention):
         return reference.joint_matrix(q, k, alpha, beta, self.block_size, offset, context.padding, global_tokens)
 
     def branches(self) -> dict[str, Attention]:
-        """Return the two parts of LLN+Diag, each as an attention that can be called by itself.
+        """Return the two parts of LLN+Diag, each as a new attention in training mode that can be called by itself.
 
         "LLN only" is LLN attention; it uses this attention's parameter for the learned gain. "Diag only" is
         block-diagonal softmax. With global tokens, "Diag only" also has the softmax from and to them.
@@ -128,7 +126,10 @@ class LLNDiagAttention(MomentMatchedAttention):
         return {"LLN only": lln, "Diag only": diag}
 
     def _count_global_tokens(self, context: Context) -> int | Tensor:
-        """Return the number of global tokens: a tensor (B,) for "first_segment", or the number of the option."""
+        """Return the number of global tokens: an int, or for "first_segment" one per sequence, (B,), at most 128.
+
+        For "first_segment", ValueError is raised if the context does not have the lengths of the first segments.
+        """
         if self.global_tokens != FIRST_SEGMENT:
             return int(self.global_tokens)
         if context.first_lengths is None:

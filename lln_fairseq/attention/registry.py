@@ -60,25 +60,21 @@ class Attention(nn.Module):
         self.dropout = dropout
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context = NO_CONTEXT) -> Tensor:
-        """Compute the attention output.
+        """Compute the attention output (B, H, N, D).
 
         In all methods, q, k and v are queries, keys and values (B, H, N, D), and `context` is what belongs to the call,
-        such as the padding.
-
-        Returns:
-            (B, H, N, D). The outputs of padding tokens are finite but meaningless. All other outputs are independent of
-            the values at padding, even if these are NaN.
+        such as the padding. The outputs of padding tokens are finite but meaningless. All other outputs are independent
+        of the values at padding, even if these are NaN.
         """
         raise NotImplementedError
 
     def attention_matrix(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> Tensor:
-        """Compute the matrix P for which forward(q, k, v) in evaluation mode equals P v.
+        """Compute the matrix P (B, H, N, N) for which forward(q, k, v) in evaluation mode equals P v. Padded keys have
+        0.
 
-        This default calls forward with unit vectors as values, D columns of P at a time. A mechanism can override it
-        with the formula of P, which should not share code with forward: the contract tests compare both.
-
-        Returns:
-            P (B, H, N, N), with 0 in the columns of padded keys. The default returns it without a graph.
+        This default calls forward with unit vectors as values, D columns of P at a time, and returns P without a graph.
+        A mechanism can override it with the formula of P, which should not share code with forward: the contract tests
+        compare both.
 
         Raises:
             ValueError: if `has_matrix` is False. The message must contain "no single attention matrix".
@@ -98,54 +94,44 @@ class Attention(nn.Module):
         return torch.cat(columns, dim=-1)
 
     def feature_maps(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor] | None:
-        """Return the features φ(Q) and φ(K) of a linear attention.
+        """Return φ(Q) and φ(K) of a linear attention, each (B, H, N, F), or None if P cannot be written in this form.
 
-        P is φ(Q) φ(K)ᵀ with 0 in the columns of padding and every row divided by its sum. The analysis uses the
-        features to compute spectral gaps exactly at any length.
-
-        Returns:
-            φ(Q) and φ(K), each (B, H, N, F), where F does not depend on N. None if P cannot be written in this form.
+        P is φ(Q) φ(K)ᵀ with 0 in the columns of padding and every row divided by its sum. F does not depend on N. The
+        analysis uses the features to compute spectral gaps exactly at any length.
         """
         return None
 
     def alpha_beta(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor] | None:
-        """Return the α and β that LLN attention uses for these queries and keys.
+        """Return the α and β that LLN attention uses for these queries and keys, each (B, H), with gradients to learned
+        gains.
 
-        The analysis derives the temperature τ of LLN attention from them.
-
-        Returns:
-            α and β, each (B, H), with gradients to learned gains, or None if the mechanism contains no LLN attention.
+        The analysis derives the temperature τ from them. A mechanism that contains no LLN attention returns None.
         """
         return None
 
     def branches(self) -> dict[str, "Attention"]:
-        """Return the attentions that this mechanism combines, so that each can be measured by itself.
+        """Return the attentions that this mechanism combines by their names in reports, so that each can be measured by
+        itself.
 
-        The keys are the names of these attentions in reports. The attentions have the options of this mechanism, and
-        share its learned parameters. If the mechanism is not a combination, the dictionary is empty.
+        They have the options of this mechanism and share its learned parameters. If the mechanism is not a combination,
+        the dictionary is empty.
         """
         return {}
 
     def set_depth(self, layer: int, layers: int) -> None:
-        """Adapt the mechanism to its place in the encoder; by default, do nothing.
+        """Adapt the mechanism to layer `layer`, from 0, of an encoder with `layers` layers; by default, do nothing.
 
         It is called once for every layer, after all layers have been built. Override it in a mechanism that depends on
         the depth.
-
-        Args:
-            layer: the index of the mechanism's layer, from 0.
-            layers: the number of layers of the encoder.
         """
 
     @property
     def active_dropout(self) -> float:
-        """Return the dropout probability that applies now: `dropout` during training, 0 in evaluation mode."""
         if self.training:
             return self.dropout
         return 0.0
 
     def extra_repr(self) -> str:
-        """Return the options as "name=value, name=value" for the printed model."""
         return ", ".join(f"{name}={value}" for name, value in vars(self.config).items())
 
 
@@ -176,24 +162,14 @@ def register_attention(name: str, config: type = NoOptions) -> Callable[[_Module
         config: the dataclass of the options, whose fields are declared with `option`.
 
     Raises (when the decorator is applied):
-        ValueError: if the name is already registered.
+        ValueError: if an attention or a layer is already registered under the name.
         TypeError: if `config` is not a dataclass.
     """
     return register_in(ATTENTION_REGISTRY, name, config)
 
 
 def register_in(registry: dict[str, RegistryEntry], name: str, config: type) -> Callable[[_ModuleClass], _ModuleClass]:
-    """Return a class decorator that adds a class to one of the two registries, and returns the class unchanged.
-
-    Args:
-        registry: ATTENTION_REGISTRY or LAYER_REGISTRY.
-        name: the value of --attention that selects the class.
-        config: the dataclass of the options.
-
-    Raises (when the decorator is applied):
-        ValueError: if one of the registries already contains the name.
-        TypeError: if `config` is not a dataclass.
-    """
+    """Return the decorator of `register_attention` for one of the two registries."""
 
     def register(cls: _ModuleClass) -> _ModuleClass:
         if name in MECHANISMS:
@@ -249,15 +225,11 @@ def reject_layer_mechanism(name: str, reason: str) -> None:
 
 
 def parse_config(name: str, options: dict[str, Any]) -> Any:
-    """Return an instance of the options dataclass of a mechanism, after checking every option.
-
-    Args:
-        name: a key of MECHANISMS.
-        options: values for fields of the dataclass; fields that are left out keep their defaults.
+    """Return an instance of the options dataclass of the mechanism `name`. Options not given keep their defaults.
 
     Raises:
-        ValueError: if the name or an option is unknown, if a value is not among the choices or below the minimum, or
-            if a number is passed as a string.
+        ValueError: if the name or an option is unknown, if a value is not among the choices or below the minimum, or if
+            a number is passed as a string.
     """
     if name not in MECHANISMS:
         raise ValueError(f"unknown attention '{name}'{did_you_mean(name, MECHANISMS)}")
@@ -272,17 +244,9 @@ def parse_config(name: str, options: dict[str, Any]) -> Any:
 
 
 def _check_value(name: str, key: str, value: Any, type_hint: Any, metadata: Mapping[str, Any]) -> None:
-    """Raise ValueError if the option `key` of the mechanism `name` cannot have this value.
+    """Raise ValueError if a value is not among the choices, is a string for a number, or is below the minimum.
 
-    The value must be one of the choices, must not be a string for a number, and must not be below the minimum. Other
-    types are not checked.
-
-    Args:
-        name: the mechanism, for the message.
-        key: the option, for the message.
-        value: the value to check.
-        type_hint: the type of the dataclass field.
-        metadata: the metadata of the field, as `option` sets it.
+    Other types are not checked. `metadata` is what `option` has stored in the field.
     """
     choices = metadata.get("choices")
     if choices and value not in choices:
@@ -299,10 +263,7 @@ def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
     """Parse strings such as "mix=average" and "block_size=16" into {"mix": "average", "block_size": 16}.
 
     A value that is valid JSON (such as a number, true, false or null) is converted; any other value stays a string. If
-    an option occurs twice, the last value counts.
-
-    Raises:
-        ValueError: if a string contains no "=".
+    an option occurs twice, the last value counts. A string without "=" raises ValueError.
     """
     options = {}
     for pair in pairs:
@@ -316,18 +277,14 @@ def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
 def parse_attention_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """Parse an attention spec, NAME or NAME:OPTION=VALUE,OPTION=VALUE, into the name and the options.
 
-    Benchmarks and comparisons name mechanisms this way. Values are converted as in `parse_options`. This function does
-    not look up the name or the options in the registry; `layers.check_attention_spec` does.
-
-    Raises:
-        ValueError: if an option has no "=".
+    Benchmarks and comparisons name mechanisms this way. Values are converted as in `parse_options`. Neither name nor
+    options are looked up in the registry; `layers.check_attention_spec` does that.
     """
     name, _, options = spec.partition(":")
     return name, parse_options(pair for pair in options.split(",") if pair)
 
 
 def _parse_value(text: str) -> Any:
-    """Parse the text as JSON, and return the value. If the text is not JSON, return it unchanged."""
     try:
         return json.loads(text)
     except ValueError:

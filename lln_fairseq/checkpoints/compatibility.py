@@ -36,14 +36,9 @@ logger = logging.getLogger(__name__)
 def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, path: str) -> None:
     """Check that a checkpoint can be loaded into a model, and log a warning if its attention or an option differs.
 
-    Args:
-        state: the checkpoint; it can be loaded lazily
-        model: the model
-        task: the model's task, whose dictionary is compared
-        path: the checkpoint's file, for messages
-
-    Raises: UserError if the checkpoint was trained with another dictionary or has other sizes, or if the two
-        attentions differ and one of them replaces whole encoder layers.
+    UserError is raised if the checkpoint was trained with another dictionary or tokenizer than the task's, if it has
+    other sizes, or if the two attentions differ and one of them replaces whole encoder layers. The checkpoint can be
+    loaded lazily.
     """
     check_model_dictionary(state, task, path)
     options = getattr(model, "args", {})
@@ -90,10 +85,8 @@ def option_value(key: str, value: Any, options: Mapping[str, Any]) -> str:
 def check_sizes(state: Mapping[str, Any], options: Any, path: str) -> None:
     """Raise UserError if the RoBERTa in a checkpoint has other sizes than the model that will load it.
 
-    Args:
-        state: the checkpoint; its number of heads is not compared if its configuration does not state it
-        options: the options of the model, a mapping or Namespace; nothing is checked if it is not a RoBERTa
-        path: the checkpoint's file, for the message
+    The number of heads is not compared if the checkpoint's configuration does not state it. Nothing is checked if the
+    options, a mapping or Namespace, are not those of a RoBERTa.
     """
     options = plain_options(options)
     if not set(SIZE_FIELDS) <= options.keys():
@@ -126,12 +119,7 @@ def _format_sizes(sizes: Mapping[str, Any], keys: list[str]) -> str:
 
 
 def require_roberta_layers(options: Mapping[str, Any], path: Any) -> None:
-    """Raise UserError if the model's mechanism replaces whole encoder layers.
-
-    Args:
-        options: the options of the model, with its attention
-        path: the model's file, for the message
-    """
+    """Raise UserError if the mechanism in a model's options replaces whole encoder layers."""
     with user_errors():
         reject_layer_mechanism(str(options.get("attention")), f"{path} is therefore not a RoBERTa")
 
@@ -169,14 +157,8 @@ def check_model_dictionary(state: Mapping[str, Any], task: Any, path: str) -> No
 def check_tokenizer(state: Mapping[str, Any], identity: str, where: str, path: str) -> None:
     """Raise UserError if a checkpoint was made with another tokenizer than the one with this identity.
 
-    The dictionary does not show it: the symbols of a tokenizer.json are numbers. Nothing is checked if `identity` is
-    "", or if the checkpoint records no tokenizer.
-
-    Args:
-        state: the checkpoint
-        identity: the identity of a data.vocabulary.Vocabulary
-        where: the directory of the tokenizer or of the data that were encoded with it, for the message
-        path: the checkpoint's file, for the message
+    The dictionary does not show it: the symbols of a tokenizer.json are numbers. Nothing is checked if `identity`, that
+    of a `Vocabulary`, is "", or if the checkpoint records no tokenizer. `where` names the tokenizer in the message.
     """
     recorded = plugin_state(state).get("tokenizer")
     if recorded and identity and recorded != identity:

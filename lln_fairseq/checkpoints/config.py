@@ -50,8 +50,8 @@ def checked_config(state: Mapping[str, Any], path: str) -> DictConfig:
     defaults. A criterion that is not in KNOWN becomes None. The model group of a stock RoBERTa becomes a Namespace of
     the stored options, to which fairseq adds the options that are missing.
 
-    Raises: UserError if there is no configuration, if the model or the task is not in KNOWN, or if an option is not a
-        plain value, does not have the type of its field, or does not fit the parameters.
+    UserError is raised if there is no configuration, if the model or the task is not in KNOWN, or if an option is not a
+    plain value, does not have the type of its field, or does not fit the parameters.
     """
     options = stored_options(state)
     if not options["model"] or not options["task"]:
@@ -120,7 +120,6 @@ def plain_config(cfg: DictConfig) -> dict[str, Any]:
 
 
 def config_yaml(cfg: DictConfig) -> str:
-    """Return the configuration of a program as YAML, with interpolations resolved."""
     config = plain_config(cfg)
     for name, group in config.items():
         if isinstance(group, argparse.Namespace):  # the options of a model without a dataclass
@@ -191,7 +190,6 @@ def _registered_name(group: str, name: Any) -> Any:
 
 
 def _dataclass(group: str, name: str) -> type:
-    """Return the dataclass of the options of a model, task or criterion in KNOWN."""
     if group == "model":
         return MODEL_DATACLASS_REGISTRY[OURS if name == STOCK else name]  # ours has every option of the stock model
     if group == "task":

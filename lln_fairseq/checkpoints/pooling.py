@@ -34,15 +34,9 @@ class Pooling:
 
 
 def pool_hidden_states(hidden_states: Tensor, real: Tensor, pooling: Pooling) -> Tensor:
-    """Compute the vector of every text.
+    """Compute the vectors (B, C) of texts from the last hidden states (B, N, C).
 
-    Args:
-        hidden_states: the last hidden states (B, N, C).
-        real: bool (B, N), False at padding. A text has at least its first token.
-        pooling: the step to apply.
-
-    Returns:
-        The vectors (B, C).
+    `real` is bool (B, N), False at padding, so the opposite of the padding mask. A text has at least its first token.
     """
     real = real[..., None]
     if pooling.mode == "cls":
@@ -61,12 +55,6 @@ def stored_pooling(state: Mapping[str, Any]) -> Pooling | None:
 
     A checkpoint with a pooling is an encoder of sentence vectors: its masked-language-model head is not used and may be
     untrained. Masked language models and classifiers have no pooling.
-
-    Args:
-        state: the checkpoint, for example of `load_checkpoint_lazily`.
-
-    Raises:
-        UserError: if the stored pooling is not one of POOLINGS.
     """
     stored = plugin_state(state)
     mode = stored.get("pooling")

@@ -53,9 +53,9 @@ PLUGIN_STATE = "lln_fairseq"  # our entry in a checkpoint's extra_state
 
 
 def allow_fairseq_checkpoints() -> None:
-    """Allow the classes in FAIRSEQ_CLASSES in files that this process loads with torch.load(weights_only=True).
+    """Allow the classes in FAIRSEQ_CLASSES in all files that this process loads with weights_only=True.
 
-    weights_only=True is torch's safe default.
+    This is torch's safe default.
     """
     torch.serialization.add_safe_globals(list(FAIRSEQ_CLASSES))
 
@@ -63,15 +63,10 @@ def allow_fairseq_checkpoints() -> None:
 def load_checkpoint_lazily(path: str, mmap: bool = True) -> dict[str, Any]:
     """Load a checkpoint of fairseq to the CPU, and leave its tensors on the disk until they are used.
 
-    The checksums and the configuration are not checked.
-
-    Args:
-        path: the checkpoint file
-        mmap: False to read the tensors into memory at once; files in torch's format before 1.6 are always read at once
-
-    Returns: the content of the checkpoint; its entry "model" is a dictionary of tensors by their names
-    Raises: UserError if the file is missing, damaged or not a checkpoint of fairseq, or if it holds classes other than
-        FAIRSEQ_CLASSES.
+    The entry "model" of the result is a dictionary of tensors by their names. The checksums and the configuration are
+    not checked. With `mmap` False, the tensors are read into memory at once; files in torch's format before 1.6 always
+    are. UserError is raised if the file is missing, damaged or not a checkpoint of fairseq, or if it holds classes
+    other than FAIRSEQ_CLASSES.
     """
     state = load_plain_data(path, mmap)
     parameters = state.get("model") if isinstance(state, dict) else None
@@ -88,15 +83,18 @@ def load_checkpoint(
     """Load a checkpoint into memory and check it. This function replaces fairseq's load_checkpoint_to_cpu.
 
     Args:
-        path: the checkpoint file
-        arg_overrides: values of options that replace the values in the checkpoint's configuration
+        path: the checkpoint file.
+        arg_overrides: values of options that replace the values in the checkpoint's configuration.
         load_on_all_ranks: None to check the checkpoint's configuration. A training run passes True or False instead,
             because it has its own configuration.
 
-    Returns: the content of the checkpoint in fairseq's current format. Its entry "cfg" is the checked configuration, or
-        None if `load_on_all_ranks` is not None.
-    Raises: UserError under the conditions of `load_checkpoint_lazily`, `verify_checksums` and `checked_config`, and if
-        the training state is incomplete or has impossible values.
+    Returns:
+        The content of the checkpoint in fairseq's current format. Its entry "cfg" is the checked configuration, or None
+        if `load_on_all_ranks` is not None.
+
+    Raises:
+        UserError: under the conditions of `load_checkpoint_lazily`, `verify_checksums` and `checked_config`, and if the
+            training state is incomplete or has impossible values.
     """
     state = load_checkpoint_lazily(path, mmap=False)
     verify_checksums(path)
@@ -129,14 +127,10 @@ def _is_number(value: Any) -> bool:
 def load_plain_data(path: str, mmap: bool = True) -> Any:
     """Load a file that torch.save has written. Its tensors are loaded to the CPU.
 
-    The file may contain only tensors, plain Python values and containers, and the classes in FAIRSEQ_CLASSES.
-
-    Args:
-        path: the file
-        mmap: True to leave the tensors on the disk until they are used, if the file's format supports it
-
-    Raises: UserError if the file is missing or damaged, contains other classes or functions, or would take much more
-        memory than it has bytes: with compressed parts, tensors that repeat a few values, or lists in lists.
+    The file may contain only tensors, plain Python values and containers, and the classes in FAIRSEQ_CLASSES. With
+    `mmap`, the tensors stay on the disk until they are used, if the file's format supports it. UserError is raised if
+    the file is missing or damaged, contains other classes or functions, or would take much more memory than it has
+    bytes: with compressed parts, tensors that repeat a few values, or lists in lists.
     """
     if not os.path.isfile(path):
         raise UserError(f"no such checkpoint: {path}")
@@ -168,13 +162,9 @@ def _reject_compressed_parts(path: str) -> None:
 def _check_content(value: Any, path: str, keys: tuple[Any, ...], sizes: dict[int, int]) -> int:
     """Return the number of entries of a value, where one that is contained n times counts n times.
 
-    Args:
-        value: a value of the file
-        path: the file, for messages
-        keys: the keys that lead to the value, for messages
-        sizes: the results for the containers so far, by their ids; added to in place
-    Raises: UserError if a tensor needs more memory than the file has for it, or there are more than MAX_ENTRIES
-        entries.
+    `keys` lead to the value, for messages. `sizes`, the results for the containers so far by their ids, is added to in
+    place. UserError is raised if a tensor needs more memory than the file has for it, or there are more than
+    MAX_ENTRIES entries.
     """
     if isinstance(value, Tensor):
         if not _has_its_own_values(value):
@@ -236,8 +226,7 @@ def _loading_reason(error: Exception) -> str:
 def _advice(path: str) -> str:
     """Return the advice to replace a damaged checkpoint_last with the newest undamaged checkpoint in its directory.
 
-    Returns: the end of an error message; empty if `path` is not a checkpoint_last, or if the directory has no other
-        undamaged checkpoint
+    It is empty if `path` is not a checkpoint_last, or if the directory has no other undamaged checkpoint.
     """
     directory, name = os.path.split(path)
     if not name.startswith("checkpoint_last"):
@@ -256,12 +245,10 @@ def _advice(path: str) -> str:
 
 
 def verify_checksums(path: str) -> None:
-    """Compare every part of a checkpoint with its checksum, at about 1 GB per second.
+    """Raise UserError if a part of a checkpoint does not match its checksum or cannot be read.
 
-    torch writes the checksums but does not check them. Files and parts without checksums are accepted, such as files in
-    torch's format before 1.6.
-
-    Raises: UserError if a part does not match its checksum or cannot be read.
+    torch writes the checksums but does not check them, which takes about 1 s per GB. Files and parts without checksums
+    are accepted, such as files in torch's format before 1.6.
     """
     if not zipfile.is_zipfile(path):
         return
@@ -278,14 +265,10 @@ def verify_checksums(path: str) -> None:
 
 
 def check_weights(weights: Mapping[str, Tensor], source: str | os.PathLike[str]) -> None:
-    """Raise UserError if a weight is not floating-point, or has NaN or infinite values.
+    """Raise UserError if a weight is not floating-point, or has NaN or infinite values. NOT_WEIGHTS are skipped.
 
     Programs that use a model without training it call this. A training run does not, so that it can still load what a
     diverged run saved.
-
-    Args:
-        weights: tensors by name; entries that are not weights (NOT_WEIGHTS) are skipped
-        source: the file, for messages
     """
     for name, value in weights.items():
         if name.endswith(NOT_WEIGHTS):
@@ -300,11 +283,8 @@ def check_weights(weights: Mapping[str, Tensor], source: str | os.PathLike[str])
 def plugin_state(state: Mapping[str, Any]) -> dict[str, str | list[str]]:
     """Return what `HookedTask.get_checkpoint_dict` of this project wrote into a checkpoint, such as the run's hashes.
 
-    Args:
-        state: the content of a checkpoint
-
-    Returns: strings and lists of strings by their names; values of other types are left out. Empty for a checkpoint of
-        stock fairseq.
+    These are strings and lists of strings by their names; values of other types are left out. The result is empty for a
+    checkpoint of stock fairseq.
     """
     extra_state = state.get("extra_state")
     stored = extra_state.get(PLUGIN_STATE) if isinstance(extra_state, Mapping) else None
@@ -314,5 +294,4 @@ def plugin_state(state: Mapping[str, Any]) -> dict[str, str | list[str]]:
 
 
 def _is_text(value: Any) -> bool:
-    """Return True for a string or a list of strings."""
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(x, str) for x in value))

@@ -31,13 +31,7 @@ def save_tokenizer(task: Any, save_dir: str) -> None:
 
     If the data has no tokenizer that fits its dictionary, only the dictionaries are copied and the reason is logged.
     Unchanged files are not written again. If an earlier task left a dictionary or a manifest there and this task has no
-    such file, the old file is removed.
-
-    Args:
-        task: the task, with its dictionary; its data may be several directories, of which only the first is read
-        save_dir: the directory of the run
-
-    Raises: OSError if a file cannot be read or written.
+    such file, the old file is removed. Of several data directories, only the first is read.
     """
     data = Path(split_paths(task.cfg.data)[0])
     directory = Path(save_dir, FOLDER)
@@ -62,12 +56,9 @@ def save_tokenizer(task: Any, save_dir: str) -> None:
 
 
 def check_vocabulary(vocabulary: Any, task: Any, where: str) -> None:
-    """Raise UserError if the symbols of a vocabulary have other ids in the task's dictionary.
+    """Raise UserError if the symbols of a `Vocabulary` have other ids in the task's dictionary, which may have more.
 
-    Args:
-        vocabulary: a data.vocabulary.Vocabulary
-        task: a task with a dictionary
-        where: the file or directory of the vocabulary, for the message
+    `where` names the vocabulary in the message.
     """
     symbols = task.source_dictionary.symbols[NUM_SPECIAL : NUM_SPECIAL + len(vocabulary.symbols)]
     if symbols != vocabulary.symbols:
@@ -78,11 +69,8 @@ def directories(checkpoint: str, data: str | None) -> list[Path]:
     """Return the directories that have dictionaries for a checkpoint, in order of preference.
 
     There are three candidates: the folder `tokenizer` next to the checkpoint, the checkpoint's own directory, and the
-    first directory of its training data. Only those with dict.txt or input0/dict.txt are returned.
-
-    Args:
-        checkpoint: the checkpoint file
-        data: the option task.data of its training run, or None if that is unknown
+    first directory of its training data, the option task.data. Only those with dict.txt or input0/dict.txt are
+    returned.
     """
     checkpoint_directory = Path(checkpoint).parent
     candidates = [checkpoint_directory / FOLDER, checkpoint_directory]
@@ -91,5 +79,4 @@ def directories(checkpoint: str, data: str | None) -> list[Path]:
 
 
 def has_dictionary(directory: Path) -> bool:
-    """Return True if a directory has dict.txt or input0/dict.txt."""
     return (directory / "dict.txt").is_file() or (directory / "input0/dict.txt").is_file()

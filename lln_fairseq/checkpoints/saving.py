@@ -24,15 +24,15 @@ logger = logging.getLogger(__name__)
 def lock_directory(
     save_dir: str | Path, what: str = "training", other: str = "directory (checkpoint.save_dir, --save-dir)"
 ) -> IO[str]:
-    """Lock a directory until the returned file is closed or the process ends.
+    """Lock an existing directory until the returned file is closed or the process ends.
+
+    The caller must keep a reference to the file, because Python closes an unused one. If another process has locked the
+    directory, UserError is raised. If its file system has no locks, a warning is logged and nothing is locked.
 
     Args:
-        save_dir: an existing directory. If its file system has no locks, a warning is logged and nothing is locked.
-        what: the kind of program that uses the directory, for messages
-        other: the end of the advice "give another ...", for messages
-
-    Returns: the open lock file; the caller must keep a reference to it, because Python closes an unused file
-    Raises: UserError if another process has locked the directory.
+        save_dir: the directory, in which the lock file stays.
+        what: the kind of program that uses the directory, for messages.
+        other: the end of the advice "give another ...", for messages.
     """
     file = open(Path(save_dir, LOCK), "a+")  # noqa: SIM115  the caller closes it
     try:
@@ -55,12 +55,10 @@ def lock_directory(
 
 
 def atomic_copy(src_path: str, dst_path: str, overwrite: bool = False) -> bool:
-    """Copy a file atomically: `dst_path` is always a complete file, either the old or the new one.
+    """Copy a file atomically: `dst_path` is always a complete file, either the old or the new one, even after a kill.
 
-    This holds even if the program is killed.
-
-    Returns: True if the file was copied; False if `dst_path` exists and `overwrite` is False
-    Raises: UserError if writing fails, for example because the disk is full; `dst_path` is then unchanged.
+    The result is False if `dst_path` exists and `overwrite` is False. If writing fails, for example because the disk is
+    full, UserError is raised and `dst_path` is unchanged.
     """
     if os.path.exists(dst_path) and not overwrite:
         return False
@@ -75,15 +73,8 @@ def atomic_copy(src_path: str, dst_path: str, overwrite: bool = False) -> bool:
 def save(original: Callable, obj: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
     """Call fairseq's torch_persistent_save, and report a failure in one message instead of three tracebacks.
 
-    Args:
-        original: fairseq's torch_persistent_save, which calls itself again with an open file as `filename`
-        obj: the object to save
-        filename: a path or an open file
-        args, kwargs: the remaining arguments of `original`
-
-    Returns: the result of `original`
-    Raises: UserError if the file at a path cannot be written; its temporary file is removed. If `filename` is an open
-        file, errors are raised unchanged.
+    If the file at a path cannot be written, UserError is raised and its temporary file is removed. fairseq's function
+    calls itself again with an open file as `filename`; then errors are raised unchanged.
     """
     log = checkpoint_utils.logger
     was_disabled = log.disabled
@@ -105,9 +96,6 @@ def remove_superseded(cfg: Any) -> None:
     A run that was killed while it saved leaves such a checkpoint behind. Two or more surplus checkpoints come from a
     run with a larger setting, so all of them are kept. Nothing is removed if `keep_interval_updates` is not positive,
     or if `keep_interval_updates_pattern` is set.
-
-    Args:
-        cfg: fairseq's checkpoint configuration
     """
     limit = cfg.keep_interval_updates
     if limit <= 0 or cfg.keep_interval_updates_pattern != -1:

@@ -27,10 +27,6 @@ class LLNSentencePredictionCriterion(FairseqCriterion):
 
     fairseq's own criterion collects these metrics in lists, which cannot be summed over workers, and it parses the
     names of labels as numbers. Its options report_* have no effect here.
-
-    Args:
-        cfg: the options of fairseq's criterion.
-        task: an LLNSentencePredictionTask.
     """
 
     def __init__(self, cfg: SentencePredictionConfig, task: Any) -> None:
@@ -39,14 +35,9 @@ class LLNSentencePredictionCriterion(FairseqCriterion):
         self.regression = cfg.regression_target
 
     def forward(self, model: nn.Module, sample: dict[str, Any], reduce: bool = True) -> tuple[Tensor, int, dict]:
-        """Compute the loss of a batch.
+        """Return the loss summed over the rows of a batch, (), the number of rows, and the logging output.
 
-        Args:
-            model: a RoBERTa with the classification head.
-            sample: a fairseq batch with targets.
-            reduce: ignored; the loss is always summed.
-
-        Returns: the loss summed over the rows, (), the number of rows, and the logging output for `reduce_metrics`.
+        The sample must have targets. `reduce` is ignored: the loss is always summed.
         """
         logits, _ = model(**sample["net_input"], features_only=True, classification_head_name=self.head)
         targets = model.get_targets(sample, [logits]).view(-1)
@@ -74,9 +65,6 @@ class LLNSentencePredictionCriterion(FairseqCriterion):
 
         The loss of a classification is the cross-entropy per row in bits. The loss of a regression is the squared error
         per row, which is also divided by ln 2, as in fairseq.
-
-        Args:
-            logging_outputs: the logging outputs of `forward`, one for each batch or worker.
         """
         rows = _total(logging_outputs, "sample_size")
         metrics.log_scalar("loss", _total(logging_outputs, "loss") / rows / math.log(2), rows, round=3)
@@ -97,7 +85,6 @@ class LLNSentencePredictionCriterion(FairseqCriterion):
 
 
 def _total(logging_outputs: Sequence[dict[str, Any]], key: str) -> Any:
-    """Return the sum of the entry `key` over the logging outputs. An output without this entry counts as 0."""
     return sum(log.get(key, 0) for log in logging_outputs)
 
 

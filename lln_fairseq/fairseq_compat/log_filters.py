@@ -47,7 +47,7 @@ DETAILS: dict[str, tuple[str, ...]] = {
 def demote_details(record: logging.LogRecord) -> bool:
     """Change the level of a record that matches DETAILS from INFO to DEBUG, in place.
 
-    Returns: False if the record is then below the level of its logger; True otherwise
+    The result is False, which drops the record, if its logger does not log DEBUG then.
     """
     if record.levelno != logging.INFO:
         return True

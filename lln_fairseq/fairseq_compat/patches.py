@@ -82,13 +82,6 @@ def _merge_with_parent(original: Callable, schema: Any, *args: Any, **kwargs: An
 
     fairseq merges the options into its dataclasses after Hydra has composed them. This is too late for Hydra to report
     such an error in one line. Remove this patch once fairseq registers its dataclasses with Hydra.
-
-    Args:
-        original: fairseq's function.
-        schema: an instance of the dataclass.
-        args, kwargs: passed to `original`.
-
-    Returns: the merged configuration.
     """
     try:
         return original(schema, *args, **kwargs)

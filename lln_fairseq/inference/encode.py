@@ -23,7 +23,6 @@ from lln_fairseq.text.text_ids import LongTextError
 
 
 def main(argv: list[str]) -> None:
-    """Run `lln-fairseq encode` with the arguments that follow the program's name."""
     parser = argparse.ArgumentParser(
         prog="lln-fairseq encode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -52,7 +52,7 @@ class SplitOutputs:
 
 
 def load_finetuned_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
-    """Load a fine-tuned model and its task as `load_model` does. Raises UserError also if it was not fine-tuned."""
+    """Load a fine-tuned model and its task as `load_model` does. Raise UserError also if it was not fine-tuned."""
     state = load_checkpoint(checkpoint)
     task_name = state["cfg"].task._name
     if not is_finetuned(task_name):
@@ -61,17 +61,10 @@ def load_finetuned_model(checkpoint: str, data: str | None = None) -> tuple[Any,
 
 
 def compute_outputs(model: Any, task: Any, split: str, batch_size: int = 64) -> SplitOutputs:
-    """Compute a fine-tuned model's outputs for every row of a split.
+    """Compute a fine-tuned model's outputs for every row of a split, which is loaded into the task.
 
-    Args:
-        model: the model in evaluation mode, on the CPU or the GPU.
-        task: its task; the split is loaded into it.
-        split: name of the split.
-        batch_size: the largest number of rows in a batch.
-
-    Raises:
-        UserError: if the split cannot be loaded, a row is longer than the model takes, or the outputs for a row are
-            not finite.
+    The model must be in evaluation mode. UserError is raised if the split cannot be loaded, a row is longer than the
+    model takes, or the outputs for a row are not finite.
     """
     task.load_dataset(split)
     dataset = task.dataset(split)
@@ -89,13 +82,7 @@ def compute_outputs(model: Any, task: Any, split: str, batch_size: int = 64) -> 
 
 
 def require_short_rows(lengths: np.ndarray, longest: int, split: str) -> None:
-    """Raise UserError if a row is longer than the model takes.
-
-    Args:
-        lengths: numbers of tokens (rows,) of the first rows of the split.
-        longest: the number of tokens that the model takes.
-        split: name of the split, for the message.
-    """
+    """Raise UserError if a row has more tokens than the model takes. `lengths` has those of all rows, (rows,)."""
     row = int(lengths.argmax())
     if lengths[row] > longest:
         raise UserError(
@@ -106,16 +93,10 @@ def require_short_rows(lengths: np.ndarray, longest: int, split: str) -> None:
 
 @torch.no_grad()
 def score_batches(model: Any, task: Any, split: str, samples: Iterable[dict[str, Any]]) -> SplitOutputs:
-    """Compute a fine-tuned model's outputs for batches of distinct rows of a split.
+    """Compute a fine-tuned model's outputs for batches of distinct rows of a split, in increasing order of the rows.
 
-    Args:
-        model: the model in evaluation mode, on the CPU or the GPU.
-        task: its task.
-        split: name of the split.
-        samples: the batches in fairseq's form, with the numbers of their rows as `id`, in any order.
-
-    Returns:
-        The outputs for the rows of the batches, in increasing order of their numbers.
+    The model must be in evaluation mode. The batches, in fairseq's form, can come in any order: their `id` has the
+    numbers of the rows.
     """
     device = next(model.parameters()).device
     head = task.cfg.classification_head_name
@@ -137,14 +118,11 @@ def score_batches(model: Any, task: Any, split: str, samples: Iterable[dict[str,
 
 
 def compute_scores(task: Any, outputs: SplitOutputs) -> dict[str, Any]:
-    """Compute the loss and the metrics of a split that has labels.
+    """Compute the loss and the metrics of a split that has labels. The keys are split, rows, loss and the metrics.
 
     Classification: accuracy, majority (the accuracy of always predicting the most frequent class), mcc and, with two
     classes, f1. Regression: pearson and spearman. The loss is the cross-entropy in bits per row, or the mean squared
     error of a regression; all other metrics lie in [0, 1] or [-1, 1].
-
-    Returns:
-        A dictionary with the keys split, rows, loss and the names of the metrics.
     """
     assert outputs.targets is not None
     scores: dict[str, Any] = {"split": outputs.split, "rows": len(outputs.logits)}
@@ -191,10 +169,8 @@ def report_split(task: Any, outputs: SplitOutputs, json_file: Path | None, tsv_f
     """Print the scores of a split, and write its scores and predictions to files.
 
     The scores are written to `json_file` and the predictions to `tsv_file`, unless these are None; SPLIT_PLACEHOLDER in
-    the file names is replaced. `scale` is explained in `format_predictions`.
-
-    Raises:
-        UserError: if the split has no labels, but scores are requested or no predictions are.
+    the file names is replaced. `scale` is explained in `format_predictions`. UserError is raised if the split has no
+    labels, but scores are requested or no predictions are.
     """
     split = outputs.split
     if outputs.targets is None and (json_file or not tsv_file):
@@ -218,7 +194,6 @@ def _file_of_split(file: Path, split: str) -> Path:
 
 
 def main(argv: list[str]) -> None:
-    """Run `lln-fairseq evaluate` with the arguments that follow the program's name."""
     parser = argparse.ArgumentParser(
         prog="lln-fairseq evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

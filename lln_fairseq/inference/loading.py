@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_model(checkpoint: str, data: str | None = None, dictionaries_only: bool = False) -> tuple[Any, Any]:
-    """Load a model in evaluation mode, on the GPU if there is one, and set up its task.
+    """Load a model in evaluation mode, on the GPU if there is one, and set up its task. Return both.
 
     Args:
         checkpoint: the checkpoint file.
@@ -34,9 +34,6 @@ def load_model(checkpoint: str, data: str | None = None, dictionaries_only: bool
         dictionaries_only: the task is used only for its dictionaries. If the data directory of the training run has
             none, because the run was moved, they are read from the run's tokenizer directory or the checkpoint's
             directory. This has no effect if `data` is given.
-
-    Returns:
-        The model and the task.
 
     Raises:
         UserError: if the checkpoint is missing or damaged, its weights are not finite numbers, or the data's
@@ -55,10 +52,8 @@ def load_model(checkpoint: str, data: str | None = None, dictionaries_only: bool
 def build_model(state: dict[str, Any], checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
     """Build the model of a checkpoint and its task, as `load_model` does.
 
-    Args:
-        state: the result of `load_checkpoint`; its configuration is changed in place.
-        checkpoint: the checkpoint file, for messages.
-        data: the data directory of the task; None takes that of the training run.
+    `state` is the result of `load_checkpoint`; its configuration is changed in place. With `data` None, the task reads
+    that of the training run.
     """
     overrides: dict[str, Any] = {"cpu": not torch.cuda.is_available()}
     if data:
@@ -91,15 +86,10 @@ def _find_dictionaries(checkpoint: str, training_data: str) -> str:
 def use_precision(model: Any, precision: str) -> str:
     """Prepare a model for inference in a precision, in place, and return the precision that it has then.
 
-    It is float32 on a GPU, and if the requested one is not faster on this CPU; a warning says so. The precision is that
-    of the encoder's linear layers only.
-
-    Args:
-        model: the model, as `load_model` returns it.
-        precision: one of `linear_choice.PRECISIONS`.
-
-    Raises:
-        UserError: if the precision is unknown, or LLN_LINEAR does not fit it.
+    That is float32 if the requested one is not faster on this CPU; a warning says so, except for "auto". On a GPU, the
+    model always computes in float32, although "auto" returns what it would choose for the CPU. The precision, one of
+    `linear_choice.PRECISIONS`, is that of the encoder's linear layers only. UserError is raised if it is unknown, or
+    LLN_LINEAR does not fit it.
     """
     if torch.cuda.is_available() and precision not in (FLOAT32, AUTO):
         logger.warning("%s is for CPUs: on the GPU, the model computes in float32", precision)

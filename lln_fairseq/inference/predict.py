@@ -29,7 +29,6 @@ STANDARD_STREAM = "-"  # standard input or standard output
 
 
 def main(argv: list[str]) -> None:
-    """Run `lln-fairseq predict` with the arguments that follow the program's name."""
     parser = argparse.ArgumentParser(
         prog="lln-fairseq predict", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -42,7 +41,7 @@ def main(argv: list[str]) -> None:
 
 
 def add_text_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the programs that read lines of text."""
+    """Add --input, --data, --tokenizer, --precision and --on-long to a parser."""
     parser.add_argument("--input", default=STANDARD_STREAM, help="a UTF-8 file (default: -, standard input)")
     parser.add_argument("--data", help="directory with the dictionaries (default: those saved with the run)")
     parser.add_argument(
@@ -59,11 +58,7 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
 
 
 def predict_lines(args: argparse.Namespace) -> None:
-    """Write a prediction for every line of args.input to args.output.
-
-    Raises:
-        UserError, OSError: if a file, a line or the checkpoint cannot be used; an output file is then not written.
-    """
+    """Write a prediction for every line of args.input to args.output. After an error, an output file is not written."""
     if args.output == STANDARD_STREAM and sys.stdout is None:
         raise UserError("standard output is closed: give --output FILE")
     reject_input_as_output(args.input, args.output)
@@ -120,9 +115,10 @@ def _split_lines(lines: Iterable[tuple[int, str]], inputs: int) -> Iterator[tupl
 
 @contextmanager
 def open_lines(name: str) -> Iterator[Iterable[str]]:
-    """Open a UTF-8 file, or standard input, and return its lines without their ends, with a progress bar.
+    """Open a UTF-8 file, or standard input for "-", and yield an iterable of its lines without their ends.
 
-    Raises UserError if standard input is closed, and in the iteration the exceptions of `read_lines`.
+    The iterable shows a progress bar, and raises the exceptions of `read_lines`. UserError is raised if standard input
+    is closed.
     """
     if name != STANDARD_STREAM:
         with open(name, "rb") as file:

@@ -184,10 +184,7 @@ class TextModel(nn.Module):
         normalize: bool | None = None,
         on_long: str = "truncate",
     ) -> Iterator[Any]:
-        """Yield the vector (C,) or the TokenVectors of each text, reading only a few thousand texts ahead.
-
-        The arguments are those of `encode`.
-        """
+        """Yield what `encode` returns for each text, reading only a few thousand texts ahead."""
         if pooling is None:
             pooling = self.pooling.mode
         if pooling not in (*POOLINGS, TOKENS):
@@ -253,7 +250,6 @@ class TextModel(nn.Module):
         return logits[0][is_mask.to(self._device)][0].float().softmax(dim=-1).cpu()
 
     def _require_labels(self) -> None:
-        """Raise UserError if the model was not fine-tuned."""
         if not self.finetuned:
             raise UserError("the model was not fine-tuned and has no labels to predict")
 
@@ -293,7 +289,7 @@ class TextModel(nn.Module):
             _log_cut_texts(limit)
 
     def _first_lengths(self, samples: Sequence[Tensor]) -> Tensor | None:
-        """Return the lengths of the first segments of samples (N,), (number of samples,); None if none will be cut.
+        """Return the lengths of the first segments of samples (N,), (samples,), or None if no sample will be cut.
 
         The encoder finds the segments of samples that are not cut.
         """
@@ -327,7 +323,7 @@ class TextModel(nn.Module):
 
     @torch.no_grad()
     def _class_logits(self, tokens: Tensor, **options: Any) -> Tensor:
-        """Return the logits (B, classes) of the classification head for tokens (B, N)."""
+        """Return the logits (B, classes) of the classification head for tokens (B, N), float32 on the CPU."""
         head = self.task.cfg.classification_head_name
         logits, _ = self.model(tokens, features_only=True, classification_head_name=head, **options)
         return logits.float().cpu()
@@ -348,7 +344,6 @@ class TextModel(nn.Module):
 
     @property
     def _device(self) -> torch.device:
-        """Return the device of the model's parameters."""
         return next(self.model.parameters()).device
 
 
@@ -361,7 +356,6 @@ def _require_many(texts: Any) -> None:
 
 
 def _log_cut_texts(limit: LengthLimit) -> None:
-    """Log a warning that says how many texts were cut, if any were."""
     message = limit.message()
     if message:
         logger.warning(message)

@@ -13,15 +13,12 @@ logger = logging.getLogger(__name__)
 
 
 def adapt_state_dict(state: dict[str, Tensor], model: nn.Module) -> None:
-    """Adapt the parameters of another RoBERTa, so that a model can load them. Log a warning for every change.
+    """Adapt the parameters of another RoBERTa in place, so that a model can load them. Log a warning for every change.
 
     The table of position embeddings is resized to the size of the model's table. Parameters of an attention are removed
     if the model does not have them. Parameters of the model's attention are added with their current values in the
-    model if `state` lacks them. Nothing else is changed or checked.
-
-    Args:
-        state: parameters by the names that fairseq's RoBERTa uses today. The dictionary is changed in place.
-        model: the model that will load the parameters. It is not changed.
+    model if `state` lacks them. Nothing else is changed or checked. `state` must have the names that fairseq's RoBERTa
+    uses today.
     """
     model_state = model.state_dict()
     if POSITIONS in state and POSITIONS in model_state and len(state[POSITIONS]) != len(model_state[POSITIONS]):
@@ -39,17 +36,10 @@ def adapt_state_dict(state: dict[str, Tensor], model: nn.Module) -> None:
 
 
 def resize_positions(table: Tensor, rows: int, padding_idx: int) -> Tensor:
-    """Return a table of position embeddings with another number of rows.
+    """Return a table of position embeddings (rows, C) with another number of rows.
 
-    Args:
-        table: the table, with one row of C features per position. As in fairseq, the first padding_idx + 1 rows belong
-            to no position.
-        rows: the number of rows of the result.
-        padding_idx: the id of the padding symbol.
-
-    Returns:
-        A new table (rows, C). The first padding_idx + 1 rows are kept. A shorter table has the first positions. A
-        longer table repeats the positions from the first to the last, as often as needed.
+    The first padding_idx + 1 rows, which as in fairseq belong to no position, are kept. A shorter table has the first
+    positions. A longer table repeats the positions from the first to the last, as often as needed.
     """
     num_special = padding_idx + 1
     positions = table[num_special:]

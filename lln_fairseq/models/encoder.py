@@ -23,15 +23,11 @@ SOFTMAX = "softmax"  # the registered name of the attention of softmax_layers
 
 
 def parse_softmax_layers(text: str | None, layers: int, attention: str) -> tuple[int, ...]:
-    """Return the layers that the option softmax_layers names, in increasing order.
+    """Return the numbers of the layers in the option softmax_layers, such as "0,3", in increasing order.
 
-    Args:
-        text: numbers of layers, counted from 0 and separated by commas; empty or None for no layer.
-        layers: number of layers of the encoder.
-        attention: the registered name of the mechanism of the other layers.
-
-    Raises:
-        ValueError: if a number is missing or not one of a layer, or the mechanism replaces whole layers.
+    Layers are counted from 0, and None or "" stands for no layer. ValueError is raised if a part of the text is not the
+    number of one of the `layers` layers, or if the mechanism of the remaining layers, `attention`, replaces whole
+    layers.
     """
     if not text:
         return ()
@@ -110,16 +106,20 @@ class LLNTransformerEncoder(TransformerEncoderBase):
         first_lengths: Tensor | None = None,
         shard: Shard | None = None,
     ) -> dict[str, Any]:
-        """Return fairseq's dictionary, with the output of the last layer under the additional key `features`.
+        """Return fairseq's dictionary, with the output of the encoder (T, B, C) under the additional key `features`.
 
-        fairseq's NanDetector looks for a tensor among the values of every module's result. fairseq's dictionary has
-        only lists, so without this tensor the detector would fail with a StopIteration that has no message.
+        `features` is the same tensor as encoder_out[0]. It is the output of the last layer after the encoder's final
+        layer norm, if there is one. encoder_states has the input of the first layer and the outputs of all layers, all
+        before that norm and (T, B, C); it is empty without `return_all_hiddens`. fairseq's NanDetector looks for a
+        tensor among the values of every module's result. fairseq's dictionary has only lists, so without `features` the
+        detector would fail with a StopIteration that has no message.
 
         Args:
             src_tokens: token ids (B, T).
-            return_all_hiddens: also return the input of the first layer and the outputs of all layers, (T, B, C) each.
+            return_all_hiddens: fill encoder_states.
             first_lengths: the lengths of the first segments, int64 (B,). None: those that src_tokens show, which are
-                too short for a sequence that was cut inside its first segment.
+                too short for a sequence that was cut inside its first segment. With a shard, None stays None, and the
+                layers get no lengths.
             shard: the part of the sequences that src_tokens hold; None: whole sequences.
         """
         padding = src_tokens.eq(self.padding_idx)
@@ -151,7 +151,7 @@ class LLNTransformerEncoder(TransformerEncoderBase):
         }
 
     def _embed(self, tokens: Tensor, shard: Shard | None) -> tuple[Tensor, Tensor]:
-        """Embed tokens (B, T) and their positions. Return the input of the first layer and the embeddings, (B, T, C).
+        """Return the input of the first layer and the embeddings without positions, both (B, T, C), for tokens (B, T).
 
         fairseq would count positions from the first token of a shard.
         """
@@ -223,7 +223,12 @@ class LLNRobertaEncoder(RobertaEncoder):
         shard: Shard | None = None,
         **unused: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Apply fairseq's encoder; `first_lengths` and `shard` are as for `LLNTransformerEncoder`."""
+        """Return features (B, T, C) or logits of the vocabulary, and a dictionary with the entry `inner_states`.
+
+        The logits are (B, T, V), or (masked tokens, V) if `masked_tokens`, bool (B, T), selects some. inner_states are
+        the `encoder_states` of `LLNTransformerEncoder.forward`, or None without `return_all_hiddens`. `first_lengths`
+        and `shard` are explained there, and all further arguments are ignored.
+        """
         out = self.sentence_encoder(src_tokens, return_all_hiddens, first_lengths, shard)
         x = out["features"].transpose(0, 1)
         if not features_only:

@@ -55,18 +55,14 @@ class Plan(NamedTuple):
 
 
 def plan_linear_layers(precision: str, shapes: Counter[Shape]) -> Plan:
-    """Choose the ways in which the linear layers of a model are computed on this processor.
+    """Choose the ways in which the linear layers of a model are computed on this processor, which can take seconds.
 
-    The requested precision is used if it is faster than float32 for ROWS[1] tokens and takes at most MARGIN times as
-    long for ROWS[0]. Otherwise a warning says so, and the plan has float32. "auto" stands for the fastest precision
-    whose entry in ERRORS is below LARGEST_AUTO_ERROR, without a warning.
+    The requested precision, one of PRECISIONS, is used if it is faster than float32 for ROWS[1] tokens and takes at
+    most MARGIN times as long for ROWS[0]. Otherwise a warning says so, and the plan has float32. "auto" stands for the
+    fastest precision whose entry in ERRORS is below LARGEST_AUTO_ERROR, without a warning. If LLN_LINEAR is set,
+    nothing is timed: its first way of the precision is used. `shapes` has the number of layers of each shape.
 
-    Args:
-        precision: one of PRECISIONS.
-        shapes: the number of layers of each shape.
-
-    Raises:
-        ValueError: if the precision is unknown, or LLN_LINEAR names no way of it or an unknown way.
+    ValueError is raised if the precision is unknown, or LLN_LINEAR names no way of it or an unknown way.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
@@ -141,7 +137,8 @@ def measured_times(shapes: list[Shape]) -> dict[Shape, dict[str, list[float]]]:
     """Return the seconds that each way takes for a product, for each number of tokens in ROWS.
 
     Shapes that have been timed before on this processor, with the same torch and number of threads, are read from the
-    cache directory. A way that does not work here has infinite times.
+    cache directory; the times of other shapes are measured and stored there. A way that does not work here has infinite
+    times.
     """
     file = _times_file()
     stored = _read_times(file)
@@ -198,7 +195,8 @@ def _write_times(file: Path | None, times: dict[str, dict[str, list[float]]]) ->
 def time_ways(shape: Shape) -> dict[str, list[float]]:
     """Time a product in every way, interleaved, and return the shortest times in seconds for each number in ROWS.
 
-    A way that fails, or whose results are wrong, has infinite times.
+    A way that fails, or whose results are wrong, has infinite times. A way that is much too slow for ROWS[0], see
+    SLOWEST, has an infinite time for ROWS[1].
     """
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(shape, generator=generator)

@@ -91,7 +91,10 @@ class Int8Way(Way):
     @classmethod
     @functools.cache
     def largest_weight(cls) -> int:
-        """Return the largest number of a weight: 127, or 63 where sums of two products overflow 16 bits."""
+        """Return the largest magnitude of a quantized weight: 127, or 63 where sums of two products overflow 16 bits.
+
+        The first call finds out by trying, and its result is kept for all later ones.
+        """
         features = 256
         way = cls.__new__(cls)
         way.weight_scales = torch.ones(features)
@@ -172,9 +175,8 @@ WAYS: dict[str, type[Way]] = {
 def quantize_rows(x: Tensor, lowest: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize each row of x (rows, columns) to 256 whole numbers from `lowest` on.
 
-    Returns:
-        The numbers (rows, columns) in row-major order, and scales and offsets (rows, 1), with
-        numbers * scales + offsets near x. If x has NaN or an infinity, the scale of that row is not finite.
+    The result is the numbers (rows, columns) in row-major order, and scales and offsets (rows, 1), with numbers *
+    scales + offsets near x. If x has NaN or an infinity, the scale of that row is not finite.
     """
     smallest = x.amin(dim=1, keepdim=True)
     scales = x.amax(dim=1, keepdim=True).sub_(smallest).div_(255).clamp_(min=SMALLEST_SCALE)

@@ -138,7 +138,7 @@ class LLNRobertaModel(RobertaModel):
         """Build a model. fairseq calls this hook.
 
         Args:
-            cfg: the options of the model; missing ones are filled in by `complete_config`.
+            cfg: the options of the model; missing ones are filled in by `complete_config`. It is not changed.
             task: a fairseq task with a dictionary. Its max_positions() is used if `cfg.max_positions` is None.
 
         Raises:
@@ -164,15 +164,13 @@ class LLNRobertaModel(RobertaModel):
     def register_classification_head(
         self, name: str, num_classes: int | None = None, inner_dim: int | None = None, **kwargs: Any
     ) -> None:
-        """Add a classification head, or replace the one with this name.
+        """Add a classification head, or replace the one with this name. With `two_towers`, its input has 4 C features.
 
         Args:
             name: the name that `forward` selects the head by.
-            num_classes: number of outputs.
+            num_classes: number of outputs, which must be given in spite of fairseq's default.
             inner_dim: dimension within the head; None: `pooler_dim`, or the embedding dimension if that is also None.
             kwargs: ignored by fairseq.
-
-        With `two_towers` the input of the head has four times the embedding dimension.
         """
         super().register_classification_head(name, num_classes, inner_dim or self.args.pooler_dim, **kwargs)
         if self.args.two_towers:
@@ -194,18 +192,19 @@ class LLNRobertaModel(RobertaModel):
         Args:
             src_tokens: token ids (B, N).
             features_only: return features in place of vocabulary logits.
-            return_all_hiddens: also return the outputs of all layers in the dictionary.
+            return_all_hiddens: also return the input of the first layer and the outputs of all layers, as
+                `inner_states`.
             classification_head_name: the head to apply to the pooled features. None: no classification.
             other_tokens: token ids (B, M) of the second text, which the encoder processes separately. Required for a
                 classification with `two_towers` and ignored otherwise.
             shard: the part of the sequences that src_tokens hold; None: whole sequences.
-            kwargs: further arguments of the encoder, such as the `first_lengths` of src_tokens.
+            kwargs: further arguments of the encoder, such as `masked_tokens` and the `first_lengths` of src_tokens.
 
         Returns:
-            Logits (B, N, vocabulary), features (B, N, C), or class scores (B, classes), and fairseq's dictionary of
-            further outputs. With two towers the head's input is [a, b, a ∘ b, a - b] for the pooled features a of
-            src_tokens and b of other_tokens. With a shard the results belong to its tokens only, and class scores have
-            0 rows on workers that do not hold the first token.
+            Logits (B, N, vocabulary), or (masked tokens, vocabulary) with `masked_tokens`; features (B, N, C); or class
+            scores (B, classes). Second, fairseq's dictionary of further outputs. With two towers the head's input is
+            [a, b, a ∘ b, a - b] for the pooled features a of src_tokens and b of other_tokens. With a shard the results
+            belong to its tokens only, and class scores have 0 rows on workers that do not hold the first token.
         """
         if shard is not None:
             kwargs["shard"] = shard
@@ -223,9 +222,9 @@ class LLNRobertaModel(RobertaModel):
         return self.classification_heads[classification_head_name](pooled[:, None]), extra
 
     def _pool(self, features: Tensor, tokens: Tensor) -> Tensor:
-        """Reduce the features (B, N, C) of the tokens (B, N) to one vector per sequence, (B, C), as `pooling` says.
+        """Reduce the features (B, N, C) of tokens (B, N) to one vector per sequence, (B, C).
 
-        It is the vector of the first token, or the mean over the tokens that are not padded.
+        By the option `pooling`, this is the vector of the first token, or the mean over the tokens that are not padded.
         """
         if self.args.pooling == "first":
             return features[:, 0]

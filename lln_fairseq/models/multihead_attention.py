@@ -67,7 +67,6 @@ class LLNMultiheadAttention(MultiheadAttention):
         )
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Compute self-attention of x (T, B, C), and return the same shape."""
         packed = self.packed_projections
         if packed is not None and packed.can_multiply(x):
             q, k, v = packed.multiply(x).chunk(3, dim=-1)
@@ -98,7 +97,6 @@ class LLNMultiheadAttention(MultiheadAttention):
 
     @property
     def projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
-        """Return the layers that compute q, k and v."""
         return (self.q_proj, self.k_proj, self.v_proj)
 
     def train(self, mode: bool = True) -> "LLNMultiheadAttention":

@@ -26,16 +26,10 @@ def attention_fields() -> list[tuple[str, Any, dataclasses.Field]]:
 
 
 def attention_options(name: str, config: Any) -> dict[str, Any]:
-    """Return the options of one mechanism from the configuration of a model.
+    """Return the options of one mechanism from the configuration of a model, with enums replaced by their values.
 
-    Args:
-        name: the registered name of the mechanism.
-        config: a DictConfig, dataclass or Namespace with the fields of `attention_fields`. Missing fields take
-            their defaults.
-
-    Returns:
-        The options by name, with enums replaced by their values. Empty for an unknown mechanism, which
-        `build_attention` reports.
+    `config` is a DictConfig, dataclass or Namespace with the fields of `attention_fields`; missing fields take their
+    defaults. The result is empty for an unknown mechanism, which `build_attention` reports.
     """
     if name not in MECHANISMS:
         return {}
@@ -47,9 +41,9 @@ def attention_options(name: str, config: Any) -> dict[str, Any]:
 
 
 def _fairseq_type(field: dataclasses.Field) -> Any:
-    """Return the type of a field as omegaconf and fairseq's argparse generator understand it.
+    """Return Optional[X] for X | None, an enum for a field with choices, and the type itself otherwise.
 
-    It is Optional[X] for X | None, an enum for a field with choices, and the type itself otherwise.
+    omegaconf and fairseq's argparse generator understand only these.
     """
     if field.metadata.get("choices"):
         return ChoiceEnum(list(field.metadata["choices"]))

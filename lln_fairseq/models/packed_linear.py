@@ -67,7 +67,6 @@ class PackedWeights:
         return self._packed(x, gelu)
 
     def forget(self) -> None:
-        """Drop the packed copy."""
         self._packed = None
         self._sources = []
 
@@ -119,12 +118,10 @@ class PackedLinear(nn.Linear):
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return True if a call of the module would run forward hooks."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _join(tensors: list[Tensor]) -> Tensor:
-    """Concatenate tensors along their first dimension; a single one is not copied."""
     if len(tensors) == 1:
         return tensors[0]
     return torch.cat(tensors)

@@ -14,18 +14,13 @@ def pack_linear_layers(model: nn.Module, encoder: nn.Module, precision: str = FL
     """Let a CPU compute the linear layers of a model with packed weights, in the fastest way that it has.
 
     The linear layers become `PackedLinear`, in place, and an attention computes its three projections as one product.
-    The parameters stay the same objects.
+    The parameters stay the same objects. The result is the precision that is used, which is float32 if the requested
+    one is not faster here.
 
     Args:
         model: the model.
         encoder: the part of the model that is computed in `precision`; the rest is computed in float32.
         precision: one of linear_choice.PRECISIONS.
-
-    Returns:
-        The precision that is used, which is float32 if the requested one is not faster here.
-
-    Raises:
-        ValueError: as `plan_linear_layers`.
     """
     inside = _find_products(encoder)
     used_precision = _pack(inside, precision)
@@ -51,7 +46,6 @@ def _find_products(module: nn.Module) -> list[Product]:
 
 
 def _pack(products: list[Product], precision: str) -> str:
-    """Pack these products, and return the precision that is used."""
     plan = plan_linear_layers(precision, Counter(_shape(layers) for _, layers in products))
     for owner, layers in products:
         weights = PackedWeights(layers, plan.ways[_shape(layers)])

@@ -44,10 +44,8 @@ def shard_bounds(tokens: int, workers: int, multiple: int = 1) -> list[tuple[int
 def create_neighbor_group(size: int) -> dist.ProcessGroup:
     """Divide all workers into groups of `size` consecutive ranks, and return the group of this worker.
 
-    All workers of the run must call this, because it creates process groups.
-
-    Raises:
-        ValueError: if the number of workers is not a multiple of `size`.
+    All workers of the run must call this, because it creates process groups. ValueError is raised if their number is
+    not a multiple of `size`.
     """
     workers = dist.get_world_size()
     if workers % size:
@@ -67,9 +65,9 @@ def cut_batch(sample: dict[str, Any], group: dist.ProcessGroup, multiple: int, p
 
     Returns:
         A new batch. `net_input` has the n tokens of the shard in src_tokens (B, n), and a `Shard` as its entry "shard".
-        `ntokens` is the number of these tokens that are not padding. A target of shape (B, N) is cut like the
-        tokens. A target of another shape has one row per sentence: the worker with the first token keeps it, and the
-        remaining workers get an empty target. `nsentences` is 0 for these remaining workers.
+        `ntokens` is the number of these tokens that are not padding. A target of shape (B, N) is cut like the tokens. A
+        target of another shape has one row per sentence: the worker with the first token keeps it, and the remaining
+        workers get an empty target. `nsentences` is 0 for these remaining workers.
     """
     tokens = sample["net_input"]["src_tokens"]
     rank = dist.get_rank(group)

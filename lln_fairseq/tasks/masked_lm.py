@@ -45,17 +45,16 @@ class LLNMaskedLMTask(HookedTask, MaskedLMTask):
             return super().setup_task(cfg, **kwargs)
 
     def too_long_advice(self, limit: int) -> str:
-        """Return the options with which no sample has more than `limit` tokens, or more are allowed."""
         return (
             f"set --tokens-per-sample (task.tokens_per_sample) to {limit} or raise --max-positions "
             "(model.max_positions)"
         )
 
     def padding_advice(self) -> str:
-        """Return a text for the user that names options which reduce padding.
+        """Return options that reduce padding, or "" for sample_break_mode none, which has almost no padding.
 
-        It is empty for sample_break_mode none, which has almost no padding. In the other modes, fairseq already groups
-        samples of similar lengths, but padding remains if there are few samples and their lengths vary.
+        In the other modes, fairseq already groups samples of similar lengths, but padding remains if there are few
+        samples and their lengths vary.
         """
         if str(self.cfg.sample_break_mode) == "none":
             return ""

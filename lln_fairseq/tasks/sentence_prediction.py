@@ -73,9 +73,7 @@ class LLNSentencePredictionConfig(TrainingOptions, SentencePredictionConfig):
 class FirstSegmentLengths(BaseWrapperDataset):
     """Wraps a data set of lines. Its items are the numbers of tokens in their first segments, int64 scalars.
 
-    Args:
-        dataset: the lines, not yet cut: a cut can remove the end of the first segment.
-        eos: the id of </s>.
+    The lines must not be cut yet: a cut can remove the end of the first segment. `eos` is the id of </s>.
     """
 
     def __init__(self, dataset: Any, eos: int) -> None:
@@ -100,8 +98,8 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
         If cfg.max_positions is None, it is set in place: to the limit of the checkpoint that --finetune-from-model
         names, or to DEFAULT_POSITIONS without that option.
 
-        Raises: UserError if a dictionary is missing or damaged, if the dictionaries of both inputs differ, if
-            num_classes is not set or not the number of labels, or if init_token or separator_token is not a token id.
+        UserError is raised if a dictionary is missing or damaged, if the dictionaries of both inputs differ, if
+        num_classes is not set or not the number of labels, or if init_token or separator_token is not a token id.
         """
         require_files(cfg.data, "input0/dict.txt")
         dictionaries = [Path(cfg.data, folder, "dict.txt") for folder in INPUTS]
@@ -130,17 +128,12 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
     def load_dataset(self, split: str, combine: bool = False, **kwargs: Any) -> Any:
         """Load a split into self.datasets, and return the data set. It is shuffled unless --no-shuffle is set.
 
-        With `group_by_length`, a shuffled data set is sorted by length, and rows of the same length stay shuffled.
-        A warning says how many rows are cut to max_positions, if any are. Samples then also have the lengths of the
-        first segments of the uncut rows, as `first_lengths`.
+        With `group_by_length`, a shuffled data set is sorted by length, and rows of the same length stay shuffled. A
+        warning says how many rows are cut to max_positions, if any are. Samples then also have the lengths of the first
+        segments of the uncut rows, as `first_lengths`. With `combine`, the data of split1, split2, ... are appended.
 
-        Args:
-            split: the name of the split.
-            combine: append the data of split1, split2, ...
-            kwargs: passed to fairseq's load_dataset.
-
-        Raises: UserError if files of the split are damaged, do not fit the dictionaries or have different numbers of
-            rows, if a training split has no labels, or if two_towers or strip_eos does not fit the inputs.
+        UserError is raised if files of the split are damaged, do not fit the dictionaries or have different numbers of
+        rows, if a training split has no labels, or if two_towers or strip_eos does not fit the inputs.
         """
         self._check_files(split, combine)
         if self.cfg.two_towers or self.cfg.strip_eos:
@@ -168,9 +161,6 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
         """Load a split for the options two_towers and strip_eos, which fairseq's task does not have.
 
         The data set is stored in self.datasets and returned. It is shuffled unless --no-shuffle is set.
-
-        Raises: UserError if input0 is missing, if two_towers is set and input1 is missing, or if strip_eos is set for
-            pairs without two_towers.
         """
         inputs = read_inputs(self, split, INPUTS, combine)
         if not inputs:
@@ -207,11 +197,7 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
         """Build the model, after setting cfg.two_towers in place to the task's option two_towers.
 
-        Args:
-            cfg: the options of the model.
-            from_checkpoint: passed to fairseq's build_model.
-
-        Raises: UserError if two_towers is set and the model is not one of this package.
+        With two_towers, a model that is not one of this package raises UserError.
         """
         if self.cfg.two_towers or "two_towers" in cfg:
             with open_dict(cfg) if OmegaConf.is_config(cfg) else nullcontext():
@@ -222,14 +208,12 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
         return model
 
     def too_long_advice(self, limit: int) -> str:
-        """Return the options with which no sample has more than `limit` tokens, or more are allowed."""
         return (
             f"set task.shorten_method=truncate and task.max_positions to at most {limit}, or use a larger "
             "dataset.max_tokens"
         )
 
     def padding_advice(self) -> str:
-        """Return a text for the user that advises setting task.group_by_length. It is empty if the option is set."""
         if self.cfg.group_by_length:
             return ""
         return "batches of similar lengths: task.group_by_length=true"

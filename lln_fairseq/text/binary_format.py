@@ -62,7 +62,6 @@ class DatasetCounts:
 
 
 def dataset_files(prefix: Path) -> list[Path]:
-    """Return the paths PREFIX.bin and PREFIX.idx, in this order."""
     return [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
 
 
@@ -74,14 +73,10 @@ def id_type(size: int) -> Any:
 
 
 def write_dataset(blocks: Iterable[Block], size: int, prefix: Path) -> int:
-    """Write the data set `prefix`, and return the number of tokens.
+    """Write the data set `prefix` from blocks of samples, and return the number of tokens.
 
-    Existing files are replaced. Each file gets its final name only when it is complete. The ids are not checked.
-
-    Args:
-        blocks: the samples, in order.
-        size: the number of symbols of the dictionary, including special symbols. It determines the integer type.
-        prefix: the path of the files without .bin and .idx.
+    Existing files are replaced. Each file gets its final name only when it is complete. `size`, the number of symbols
+    of the dictionary with its special symbols, determines the integer type. The ids are not checked.
     """
     dtype = id_type(size)
     block_lengths = [np.zeros(0, dtype=np.int64)]
@@ -97,12 +92,7 @@ def write_dataset(blocks: Iterable[Block], size: int, prefix: Path) -> int:
 
 
 def index_bytes(lengths: np.ndarray, dtype: Any) -> bytes:
-    """Return the content of PREFIX.idx.
-
-    Args:
-        lengths: the number of ids of each sample, int64 (samples,).
-        dtype: the integer type of the ids, one of TYPE_CODES.
-    """
+    """Return the content of PREFIX.idx for samples with these lengths, int64 (samples,), and ids of this type."""
     code = next(code for code, known_type in TYPE_CODES.items() if known_type is dtype)
     offsets = (np.cumsum(lengths) - lengths) * np.dtype(dtype).itemsize
     return HEADER.pack(MAGIC, VERSION, code, len(lengths)) + lengths.astype("<i4").tobytes() + offsets.tobytes()
@@ -137,10 +127,6 @@ def read_dataset(prefix: str | Path) -> Samples | None:
 
 
 def _read_files(index: Path, data: Path) -> Samples | None:
-    """Open the data set in two existing files, with the checks of `read_dataset`.
-
-    Return None if the index does not have fairseq's memory-mapped format.
-    """
     with index.open("rb") as file:
         header = file.read(HEADER.size)
     if not header.startswith(MAGIC[:-1]):
@@ -184,12 +170,8 @@ def iterate_chunks(array: np.ndarray) -> Iterator[np.ndarray]:
 def count_dataset(prefix: Path, size: int) -> DatasetCounts:
     """Read the data set `prefix`, check its ids, and return its statistics.
 
-    Args:
-        prefix: the path of the files without .bin and .idx.
-        size: the number of symbols of the dictionary, including special symbols.
-
-    Raises:
-        UserError: if the data set is missing or damaged, a sample does not end with </s>, or an id is `size` or more.
+    UserError is raised if the data set is missing or damaged, a sample does not end with </s>, or an id is `size` or
+    more. `size` is the number of symbols of the dictionary with its special symbols.
     """
     samples = read_dataset(prefix)
     if samples is None:
@@ -223,11 +205,11 @@ def binarize(blocks: Iterable[Block], size: int, prefix: Path, samples: int) -> 
         blocks: the samples, in order.
         size: the number of symbols of the dictionary, including special symbols.
         prefix: the path of the files without .bin and .idx.
-        samples: the expected number of samples.
+        samples: the expected number of samples. It must not be 0, since fairseq cannot load an empty data set.
 
     Raises:
-        UserError: if `samples` is 0, if the files hold another number of samples or of tokens than was written, if a
-            file is damaged, if a sample does not end with </s>, or if an id is `size` or more.
+        UserError: if the files hold another number of samples or of tokens than expected, if a file is damaged, if a
+            sample does not end with </s>, or if an id is `size` or more. The files that were written remain.
     """
     if not samples:
         raise UserError(f"no lines for {prefix}: fairseq cannot load an empty data set")
@@ -242,12 +224,7 @@ def binarize(blocks: Iterable[Block], size: int, prefix: Path, samples: int) -> 
 
 
 def label_blocks(labels: Sequence[str], classes: Sequence[str]) -> list[Block]:
-    """Encode the labels of a classification as fairseq's ids, one sample per label.
-
-    Each sample is the id of the label, followed by </s>. The label classes[k] has the id 4 + k.
-
-    Returns: a list with a single block.
-    """
+    """Return one block with a sample "LABEL </s>" for each label. The label classes[k] has the id 4 + k."""
     id_of = {name: NUM_SPECIAL + number for number, name in enumerate(classes)}
     ids = np.full((len(labels), 2), EOS, dtype=np.int32)
     ids[:, 0] = [id_of[label] for label in labels]

@@ -22,8 +22,7 @@ _ADVICE = "prepare the data again"
 def read_symbols(path: Path) -> list[str]:
     """Return the symbols of a dict.txt in order. Symbol i, from 0, has fairseq's id 4 + i.
 
-    Raises:
-        UserError: if the file cannot be read, is empty, repeats a symbol, or has a line that fairseq cannot parse.
+    UserError is raised if the file cannot be read, is empty, repeats a symbol, or has a line that fairseq cannot parse.
     """
     try:
         symbols = parse_dictionary(_read_lines(path))
@@ -35,11 +34,7 @@ def read_symbols(path: Path) -> list[str]:
 
 
 def _read_lines(path: Path) -> list[str]:
-    """Return the lines of a UTF-8 file with their line ends. As in fairseq, only LF, CR and CRLF end a line.
-
-    Raises:
-        UserError: if the file cannot be read or is not UTF-8.
-    """
+    """Return the lines of a UTF-8 file with their line ends. As in fairseq, only LF, CR and CRLF end a line."""
     try:
         with path.open(encoding="utf-8") as file:
             return file.readlines()
@@ -70,10 +65,6 @@ def check_lines(prefix: str, dictionary: Path, combine: bool = False) -> int:
 
     Returns:
         The number of samples, or 0 if the data set does not exist or is not in fairseq's memory-mapped format.
-
-    Raises:
-        UserError: if only one of a data set's two files exists, if a file is damaged, or if an id is not in the
-            dictionary.
     """
     size = NUM_SPECIAL + len(read_symbols(dictionary))
     rows = 0
@@ -89,21 +80,11 @@ def check_lines(prefix: str, dictionary: Path, combine: bool = False) -> int:
 
 
 def check_labels(prefix: str, classes: int, rows: int, combine: bool = False) -> int:
-    """Check the binarized labels of a classification, and return the number of labels.
+    """Check the binarized labels of a classification, and return their number: `rows`, or 0 if there are none.
 
-    Args:
-        prefix: the path of the data set without .bin and .idx.
-        classes: the number of classes. Class k has the id 4 + k.
-        rows: the number of rows of the inputs.
-        combine: also check the data sets prefix1, prefix2, ..., up to the first one that does not exist. `rows` is the
-            number for all of them together.
-
-    Returns:
-        `rows`, or 0 if there are no labels.
-
-    Raises:
-        UserError: if only one of a data set's two files exists, if a file is damaged, if a sample is not exactly one
-            label with or without </s>, or if the number of labels is not `rows`.
+    Every sample must be exactly one label, with or without </s>. Class k has the id 4 + k. With `combine`, the data
+    sets prefix1, prefix2, ... are checked too, up to the first one that does not exist; `rows` is the number for all
+    together.
     """
     total = 0
     for name, (ids, lengths) in _read_datasets(prefix, combine):
@@ -123,18 +104,9 @@ def check_labels(prefix: str, classes: int, rows: int, combine: bool = False) ->
 
 
 def check_targets(path: Path, rows: int, targets: int) -> int:
-    """Check the text file with the targets of a regression, which has one line for each row of the inputs.
+    """Check the text file with the targets of a regression. Return `rows`, or 0 if there is no such file.
 
-    Args:
-        path: the file.
-        rows: the number of rows of the inputs.
-        targets: how many numbers a line has; they are separated by white space.
-
-    Returns:
-        `rows`, or 0 if there is no such file.
-
-    Raises:
-        UserError: if the number of lines is not `rows`, or a line does not consist of `targets` finite numbers.
+    It must have `rows` lines, each of `targets` finite numbers that are separated by white space.
     """
     if not path.exists():
         return 0
@@ -162,9 +134,6 @@ def _read_datasets(prefix: str, combine: bool) -> Iterator[tuple[str, Samples]]:
 
     These are the data set `prefix` and, with `combine`, prefix1, prefix2 and so on. The first data set that does not
     exist, or is not in fairseq's memory-mapped format, ends the iteration.
-
-    Raises:
-        UserError: if a data set is damaged, or only one of its two files exists.
     """
     numbers: Iterable[int] = (0,)
     if combine:

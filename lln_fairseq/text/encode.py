@@ -40,12 +40,12 @@ def usable_cores() -> int:
 
 
 def encode_block(tokenizer: Tokenizer, table: np.ndarray, lines: Sequence[str]) -> Block:
-    """Encode lines into fairseq's ids. Each line becomes one sample, which ends with </s>.
+    """Encode lines into fairseq's ids. Each line becomes one sample, which ends with </s>; an empty line has only </s>.
 
     Args:
         tokenizer: turns the lines into its own ids.
         table: fairseq's id for each of the tokenizer's ids, int32 (tokenizer ids,).
-        lines: the lines. An empty line becomes a sample with only </s>.
+        lines: the lines.
 
     Returns:
         The ids of all samples, int32 (tokens,), and the length of each sample, </s> included, int64 (lines,).
@@ -60,10 +60,9 @@ def encode_block(tokenizer: Tokenizer, table: np.ndarray, lines: Sequence[str]) 
 
 
 def split_into_blocks(lines: Iterable[str]) -> Iterator[list[str]]:
-    """Yield the lines in lists of consecutive lines, each with at least BLOCK_CHARACTERS characters.
+    """Yield lists of consecutive lines, each ending with the line that completes BLOCK_CHARACTERS characters.
 
-    A list ends with the line that makes it long enough. The last list may be shorter. The newline of each line counts
-    as a character. If there are no lines, nothing is yielded.
+    The last list may be shorter. The newline of each line counts as a character.
     """
     block: list[str] = []
     characters = 0
@@ -104,15 +103,8 @@ def map_in_order(
 ) -> Iterator[Result]:
     """Call a function for every item in a pool of processes, and yield the results in the order of the items.
 
-    Args:
-        pool: the pool, which the caller creates and shuts down.
-        function: the function. Its exceptions are raised by the iterator.
-        items: the arguments. At most 2 * workers + 1 items are read ahead of the results, so there may be infinitely
-            many.
-        workers: the number of processes in the pool.
-
-    Raises:
-        UserError: if a process of the pool is killed.
+    At most 2 * workers + 1 items are read ahead of the results, so there may be infinitely many. The function's
+    exceptions are raised by the iterator, and UserError if a process is killed. The caller shuts the pool down.
     """
     pending: deque[Future[Result]] = deque()
     try:
@@ -133,12 +125,7 @@ _worker_table: np.ndarray
 
 
 def _start_worker(kind: str, files: dict[str, bytes], table: np.ndarray) -> None:
-    """Initialize a process of the pool: create the tokenizer that `_encode_in_worker` uses.
-
-    Args:
-        kind, files: the arguments of `make_tokenizer`.
-        table: fairseq's id for each of the tokenizer's ids, int32 (tokenizer ids,).
-    """
+    """Initialize a process of the pool: create the tokenizer and the table that `_encode_in_worker` uses."""
     global _worker_tokenizer, _worker_table
     prepare_worker()
     _worker_tokenizer = make_tokenizer(kind, files)
@@ -146,7 +133,6 @@ def _start_worker(kind: str, files: dict[str, bytes], table: np.ndarray) -> None
 
 
 def _encode_in_worker(lines: list[str]) -> Block:
-    """Encode lines in a process of the pool, with the tokenizer that `_start_worker` has created."""
     return encode_block(_worker_tokenizer, _worker_table, lines)
 
 
@@ -174,7 +160,6 @@ class ParallelEncoder:
             self._pool.shutdown(cancel_futures=True)
 
     def _start_pool(self) -> ProcessPoolExecutor:
-        """Return a new pool of processes, each of which has its own copy of the tokenizer."""
         tokenizer = self.vocabulary.tokenizer
         return ProcessPoolExecutor(
             self.workers,
@@ -185,15 +170,10 @@ class ParallelEncoder:
         )
 
     def blocks(self, lines: Iterable[str]) -> Iterator[Block]:
-        """Encode the lines, one sample per line, and yield the samples in order.
+        """Encode the lines, one sample per line, and yield them in order as blocks of `encode_block`.
 
         The lines are read while the blocks are consumed. If the text makes fewer than INLINE_BLOCKS blocks and the
-        processes have not been started yet, the calling process encodes it.
-
-        Yields: blocks of samples, as `encode_block` returns them.
-
-        Raises:
-            UserError: if a process is killed.
+        processes have not been started yet, the calling process encodes it. UserError is raised if a process is killed.
         """
         line_blocks = split_into_blocks(lines)
         if self._pool is None:

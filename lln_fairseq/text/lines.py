@@ -60,12 +60,7 @@ def assign_split(text: str) -> str:
 def read_raw_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
     """Yield (number, bytes) for each line of a file. Numbers start at 1, and the bytes include the final LF.
 
-    Args:
-        stream: the file, opened for reading bytes.
-        name: the name of the file in error messages.
-
-    Raises:
-        UserError: if a line has more than MAX_LINE bytes.
+    A line of more than MAX_LINE bytes raises UserError.
     """
     for number, line in enumerate(iter(partial(stream.readline, MAX_LINE + 1), b""), start=1):
         if len(line) > MAX_LINE:
@@ -74,9 +69,7 @@ def read_raw_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
 
 
 def read_lines(stream: BinaryIO, name: str, limit: int | None = None) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file, without line ends and without a byte order mark.
-
-    Only LF and CRLF end a line.
+    """Yield the lines of a UTF-8 file, without line ends and without a byte order mark. Only LF and CRLF end a line.
 
     Args:
         stream: the file, opened for reading bytes.
@@ -104,7 +97,6 @@ def sample_lines_evenly(lines: Iterable[str], limit: int) -> list[str]:
 
     k is a power of two, as small as possible. The lines are read once, and only about `limit` characters are held in
     memory. Nothing is random. The first non-empty line is always part of the sample, even if it exceeds the limit.
-    Without a non-empty line, the sample is empty.
     """
     sample: list[str] = []
     characters = 0

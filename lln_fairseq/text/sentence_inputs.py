@@ -47,13 +47,8 @@ def read_inputs(task: Any, split: str, directories: Sequence[str], combine: bool
 
     Three options of the task apply in this order: strip_eos removes the last token, </s>. init_token, if it is set, is
     inserted before each row. shorten_method=truncate cuts rows to max_positions tokens; otherwise longer rows are kept.
-
-    Args:
-        task: the task.
-        split: the name of the split, such as "train".
-        directories: the directories of the inputs in order, such as input0 and input1. The first directory without the
-            split, and all directories after it, are left out.
-        combine: append the data of split1, split2, ...
+    The first directory without the split, and all directories after it, are left out. With `combine`, the data of
+    split1, split2, ... are appended.
     """
     cfg = task.cfg
     dictionary = task.source_dictionary
@@ -75,12 +70,8 @@ def read_inputs(task: Any, split: str, directories: Sequence[str], combine: bool
 def make_samples(task: Any, inputs: Sequence[BaseWrapperDataset], labels: Any) -> NestedDictionaryDataset:
     """Combine inputs and targets into one data set with the sample layout of fairseq's sentence_prediction task.
 
-    The size of a sample is the number of tokens of its longer input.
-
-    Args:
-        task: the task.
-        inputs: one or two data sets with equally many rows. The second data set becomes net_input.other_tokens.
-        labels: the data set of the targets, or None for a split without labels.
+    The size of a sample is the number of tokens of its longer input. A second input becomes net_input.other_tokens.
+    `labels` is None for a split without labels.
     """
     pad = task.source_dictionary.pad()
     first = inputs[0]
@@ -133,12 +124,14 @@ def lines_before_cut(dataset: Any) -> Any:
 
 
 def add_input(dataset: Any, name: str, values: Any) -> None:
-    """Add a data set with one value per row to the `net_input` of a split. `dataset` is as for `count_cut_rows`."""
+    """Add a data set with one value per row to the `net_input` of a split, in place.
+
+    `dataset` is as for `count_cut_rows`.
+    """
     _without_order(dataset).defn[f"net_input.{name}"] = values
 
 
 def has_targets(dataset: Any) -> bool:
-    """Return True if the rows of a split have targets. `dataset` is as for `count_cut_rows`."""
     return "target" in _without_order(dataset).defn
 
 

@@ -18,10 +18,7 @@ OVERWRITE = " #fairseq:overwrite"  # ends a line of dict.txt whose symbol may oc
 
 
 def parse_dictionary(lines: Iterable[str]) -> list[str]:
-    """Return the symbols of a dict.txt in order. Symbol i, from 0, has fairseq's id 4 + i.
-
-    Args:
-        lines: the lines of the file, each "SYMBOL COUNT".
+    """Return the symbols of a dict.txt, with lines "SYMBOL COUNT", in order. Symbol i, from 0, has fairseq's id 4 + i.
 
     Raises:
         UserError: if a line is not a symbol and an integer. Also if its symbol is a special symbol or occurs in an

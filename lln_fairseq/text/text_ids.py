@@ -19,13 +19,9 @@ ON_LONG = ("truncate", "error")  # what can be done with a text that is longer t
 
 
 class LongTextError(UserError):
-    """A text is longer than the model takes.
+    """A text is longer than the model takes. It has number `index`, from 0, among the texts, and `length` tokens.
 
-    Args:
-        name: the name of the text in the message.
-        index: the position of the text among those that were passed, from 0.
-        length: its number of tokens, special tokens included.
-        longest: the number of tokens that the model takes.
+    The special tokens count. `longest` is the number of tokens that the model takes.
     """
 
     def __init__(self, name: str, index: int, length: int, longest: int) -> None:
@@ -47,9 +43,6 @@ class LengthLimit:
         samples: the number of samples so far.
         cut_samples: the number of samples that were cut.
         dropped_tokens: the number of tokens that were cut off.
-
-    Raises:
-        UserError: if `on_long` is neither of them.
     """
 
     def __init__(self, longest: int, on_long: str = "truncate", name: str = "texts[{index}]") -> None:
@@ -63,11 +56,7 @@ class LengthLimit:
         self.dropped_tokens = 0
 
     def apply(self, samples: Iterable[Tensor]) -> list[Tensor]:
-        """Return the samples (N,), each cut to `longest` tokens.
-
-        Raises:
-            LongTextError: if a sample is longer and on_long="error".
-        """
+        """Return the samples (N,), each cut to `longest` tokens, or raise LongTextError if on_long="error"."""
         cut = []
         for sample in samples:
             excess = len(sample) - self.longest
@@ -112,9 +101,6 @@ class TextIds:
         """Return the ids of each row, int64 (N,).
 
         There must be at least one row. Every row has one text, or every row has two, whose ids are concatenated.
-
-        Raises:
-            UserError: for the reasons listed at `encode_lines`.
         """
         first_tokens = (self.init_token, self.separator_token)
         joined: list[list[Tensor]] = [[] for _ in rows]
@@ -130,9 +116,6 @@ class TextIds:
         The tokens are those of `encode_rows`. text[start:end] is the text of the token without white space around it. A
         token that encodes only some of a character's bytes has the whole character. A special token has (0, 0), and a
         token that stands for white space only is empty.
-
-        Raises:
-            UserError: for the reasons listed at `encode_lines`.
         """
         line = _as_line(text)
         indent = len(text) - len(text.lstrip())
@@ -153,9 +136,6 @@ class TextIds:
 
         White space before <mask> is dropped, because it belongs to the masked word. The text after <mask> is encoded as
         the continuation of a line. The task must not strip </s>.
-
-        Raises:
-            UserError: for the reasons listed at `encode_lines`.
         """
         # A tokenizer treats the start of a line in a special way. A character in front of `right` prevents that, and
         # its ids are removed again. They cannot be removed if the tokenizer merged them with the text that follows.
@@ -171,10 +151,8 @@ class TextIds:
     def encode_lines(self, lines: Sequence[str]) -> list[Tensor]:
         """Return the ids of each line, int64 (N,), with </s> unless the task strips it.
 
-        Line breaks inside a line become spaces, and white space at the ends is removed.
-
-        Raises:
-            UserError: if a line contains a lone surrogate, or the tokenizer cannot encode it.
+        Line breaks inside a line become spaces, and white space at the ends is removed. UserError is raised if a line
+        contains a lone surrogate, or the tokenizer cannot encode it.
         """
         lines = [_as_line(line) for line in lines]
         ids, lengths = encode_block(self.vocabulary.tokenizer, self.vocabulary.table, lines)
@@ -185,18 +163,13 @@ class TextIds:
 
 
 def _prepend(token: int | None, ids: Tensor) -> Tensor:
-    """Return `ids` (N,) with the token prepended, or `ids` itself if the token is None."""
     if token is None:
         return ids
     return torch.cat([torch.tensor([token]), ids])
 
 
 def _as_line(text: str) -> str:
-    """Return a text as the line that a file of training data would have for it.
-
-    Raises:
-        UserError: if the text contains a lone surrogate.
-    """
+    """Return a text as the line that a file of training data would have for it. A lone surrogate raises UserError."""
     line = text.replace("\n", " ").strip()
     check_characters(line)
     return line
@@ -205,8 +178,7 @@ def _as_line(text: str) -> str:
 def texts_to_rows(texts: Iterable[Text], inputs: int) -> Iterator[tuple[str, ...]]:
     """Yield each text as a tuple of one string, or each pair of texts as a tuple of two.
 
-    Raises:
-        UserError: if `inputs` is 1 and an item is not a string, or `inputs` is 2 and it is not a pair of strings.
+    An item that does not have `inputs` strings raises UserError.
     """
     for index, text in enumerate(texts):
         row: tuple[str, ...] = ()
@@ -235,7 +207,7 @@ def split_into_chunks(
 ) -> Iterator[list[Sequence[str]]]:
     """Yield lists of consecutive rows, of CHUNK_TEXTS rows or ending with the row that reaches `max_characters`.
 
-    Rows are read as needed. The last list may be shorter. Without rows nothing is yielded.
+    Rows are read as needed. The last list may be shorter.
     """
     chunk: list[Sequence[str]] = []
     characters = 0

@@ -41,7 +41,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_ids(self, lines: Sequence[str]) -> list[list[int]]:
-        """Return a list of the tokenizer's own ids for each line. No special tokens are added to the lines."""
+        """Return the tokenizer's own ids of each line, without special tokens."""
 
     @abstractmethod
     def token_spans(self, line: str) -> list[tuple[int, int]]:
@@ -66,13 +66,8 @@ class Tokenizer(ABC):
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model, used through the SentencePiece library (fairseq: `--bpe sentencepiece`).
 
-    The symbols are the pieces. Control pieces and the unknown piece have no symbol.
-
-    Args:
-        model: the content of a model file.
-
-    Raises:
-        UserError: if `model` is not a SentencePiece model, or has no pieces.
+    The symbols are the pieces. Control pieces and the unknown piece have no symbol. `model` is the content of a model
+    file; anything else raises UserError.
     """
 
     kind = "sentencepiece"
@@ -107,7 +102,6 @@ class SentencePieceTokenizer(Tokenizer):
         return spans
 
     def _pieces_with_spans(self, line: str) -> list[tuple[str, int, int]]:
-        """Return each piece of a line with its start and its end."""
         processor: Any = self.processor  # the types of one version of the library do not have the methods of another
         if hasattr(processor, "EncodeAsOffsetMapping"):
             encoded = processor.EncodeAsOffsetMapping(line)
@@ -144,17 +138,10 @@ def _byte_letters() -> dict[str, int]:
 
 
 def _read_gpt2_files(encoder_json: bytes, vocab_bpe: bytes) -> tuple[dict[bytes, int], dict[str, int]]:
-    """Parse GPT-2's files. Return {bytes: id} of the ordinary tokens, and {name: id} of the special tokens.
+    """Return {bytes: id} of the ordinary tokens and {name: id} of the special tokens, such as <|endoftext|>.
 
-    A special token is, for example, <|endoftext|>.
-
-    Args:
-        encoder_json: the content of encoder.json.
-        vocab_bpe: the content of vocab.bpe.
-
-    Raises:
-        UserError: if the files are damaged or do not belong together. Also if the ids are not numbered from 0 in this
-            order: single bytes, merges in the order of vocab.bpe, special tokens.
+    UserError is raised if the contents of the files are damaged or do not belong together. Also if the ids are not
+    numbered from 0 in this order: single bytes, merges in the order of vocab.bpe, special tokens.
     """
     try:
         ids = json.loads(encoder_json)
@@ -178,7 +165,7 @@ def _read_gpt2_files(encoder_json: bytes, vocab_bpe: bytes) -> tuple[dict[bytes,
 
 
 class GPT2Tokenizer(Tokenizer):
-    """A byte-level BPE like GPT-2's, with the same ids as fairseq's `--bpe gpt2`.
+    """A byte-level BPE like GPT-2's, with the same ids as fairseq's `--bpe gpt2`, from the contents of its two files.
 
     The symbol of id i is the decimal number i. The name of a special token in a text, such as <|endoftext|>, is encoded
     as ordinary text.
@@ -186,13 +173,6 @@ class GPT2Tokenizer(Tokenizer):
     The ids are computed by tiktoken. Unlike the original BPE, tiktoken merges two neighbors whenever their
     concatenation is a token, even if the pair is not listed in vocab.bpe. Both give the same ids if every token, taken
     as text, encodes to itself; a test verifies this for GPT-2.
-
-    Args:
-        encoder_json: the content of encoder.json.
-        vocab_bpe: the content of vocab.bpe.
-
-    Raises:
-        UserError: if the files are damaged or do not belong together.
     """
 
     kind = "gpt2"
@@ -246,11 +226,8 @@ class HuggingFaceTokenizer(Tokenizer):
     The symbol of id i is the decimal number i, because tokens can contain characters that dict.txt cannot contain. The
     name of a special token in a text becomes <unk>. Truncation, padding and dropout are turned off.
 
-    Args:
-        tokenizer_json: the content of a tokenizer.json, such as `lln-fairseq convert` writes.
-
-    Raises:
-        UserError: if the content is not a tokenizer.json, an id is MAX_IDS or more, or the library is not installed.
+    `tokenizer_json` is the content of a tokenizer.json, such as `lln-fairseq convert` writes. UserError is raised if it
+    is something else, if an id is MAX_IDS or more, or if the library is not installed.
     """
 
     kind = "huggingface"
@@ -316,24 +293,13 @@ TOKENIZER_FILES = {  # in the order of the constructors' arguments
 
 
 def make_tokenizer(kind: str, files: Mapping[str, bytes]) -> Tokenizer:
-    """Create a tokenizer from the contents of its files.
-
-    Args:
-        kind: a key of TOKENIZERS.
-        files: {name: content} of the files TOKENIZER_FILES[kind]; further files are ignored.
-
-    Raises:
-        UserError: if the files are damaged.
-    """
+    """Create a tokenizer of a kind in TOKENIZERS from the contents of its files; further files are ignored."""
     contents = [files[name] for name in TOKENIZER_FILES[kind]]
     return TOKENIZERS[kind](*contents)
 
 
 def flat_ids(encoded: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Concatenate the ids of several lines.
-
-    Returns: the ids of all lines, int32 (tokens,), and the number of ids of each line, int64 (lines,).
-    """
+    """Concatenate the ids of several lines, int32 (tokens,), and count the ids of each line, int64 (lines,)."""
     lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
     ids = np.fromiter(chain.from_iterable(encoded), dtype=np.int32, count=int(lengths.sum()))
     return ids, lengths
@@ -401,13 +367,8 @@ def train_sentencepiece(
 def train_on_corpus(lines: Iterable[str], vocab_size: int, model_type: str) -> SentencePieceTokenizer:
     """Train a SentencePiece tokenizer with byte fallback on a large text, and print a status line.
 
-    Args:
-        lines: the text; it is read once. At most TRAIN_CHARACTERS characters are used, sampled evenly from the lines.
-        vocab_size: the number of pieces, including SentencePiece's three special pieces.
-        model_type: "bpe", "unigram" or "char", as for `train_sentencepiece`.
-
-    Raises:
-        UserError: if SentencePiece cannot train, usually because the text is too small for `vocab_size` pieces.
+    The lines are read once. At most TRAIN_CHARACTERS characters are used, sampled evenly from the lines. The remaining
+    arguments are those of `train_sentencepiece`.
     """
     sample = sample_lines_evenly(lines, TRAIN_CHARACTERS)
     millions = sum(map(len, sample)) / 1e6
@@ -423,14 +384,11 @@ def dictionary_text(symbols: Sequence[str], counts: Mapping[str, int], reserved:
     includes fairseq's special symbols and the reserved symbols.
 
     Args:
-        symbols: the symbols, in order.
+        symbols: the symbols, in order. UserError is raised if one occurs twice, is a special symbol or <mask>, is
+            empty, or contains white space, since fairseq could not read it.
         counts: how often each symbol occurs. A symbol that is not in `counts` gets the count 0.
         reserved: the number of symbols that a task will append later, such as <mask>.
         multiple: the number that the size must be divisible by.
-
-    Raises:
-        UserError: if a symbol occurs twice, is a special symbol or <mask>, is empty, or contains white space, since
-            fairseq could not read it.
     """
     taken = {*SPECIAL_SYMBOLS, MASK}
     for symbol in symbols:
@@ -446,10 +404,4 @@ def dictionary_text(symbols: Sequence[str], counts: Mapping[str, int], reserved:
 
 
 def load_sentencepiece(path: Path) -> SentencePieceTokenizer:
-    """Return the tokenizer of a SentencePiece model file.
-
-    Raises:
-        UserError: if the file is not a SentencePiece model.
-        OSError: if the file cannot be read.
-    """
     return SentencePieceTokenizer(path.read_bytes())

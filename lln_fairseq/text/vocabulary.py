@@ -39,12 +39,8 @@ MANIFEST = "manifest.json"
 class Vocabulary:
     """A tokenizer with its dictionary, which together encode text into fairseq's ids.
 
-    Args:
-        tokenizer: the tokenizer.
-        dictionary: the content of dict.txt. It may have more symbols than the tokenizer.
-
-    Raises:
-        UserError: if the dictionary is malformed or lacks a symbol of the tokenizer.
+    `dictionary` is the content of dict.txt. It may have more symbols than the tokenizer; if it lacks one, UserError is
+    raised.
     """
 
     tokenizer: Tokenizer
@@ -88,10 +84,9 @@ class Vocabulary:
         return sha256_bytes("\n".join([self.tokenizer.kind, *checksums, *self.symbols]).encode())
 
     def with_counts(self, counts: np.ndarray) -> "Vocabulary":
-        """Return a copy of this vocabulary with these counts in dict.txt.
+        """Return a copy of this vocabulary with these counts in dict.txt, one for each of fairseq's ids, (size,).
 
-        Args:
-            counts: the count of each of fairseq's ids, (size,). The counts of the four special symbols are ignored.
+        The counts of the four special symbols are ignored.
         """
         symbol_counts = counts[NUM_SPECIAL:].tolist()
         lines = (f"{symbol} {count}\n" for symbol, count in zip(self.symbols, symbol_counts, strict=True))
@@ -100,9 +95,7 @@ class Vocabulary:
     def record(self, directory: str = "") -> dict[str, Any]:
         """Return the entry "tokenizer" of a manifest.
 
-        Args:
-            directory: the directory of dict.txt relative to the manifest, such as "input0/". "" is the directory of the
-                manifest.
+        `directory` is that of dict.txt relative to the manifest, such as "input0/", or "" for the manifest's own.
         """
         return {
             "kind": self.tokenizer.kind,
@@ -125,11 +118,8 @@ def load_vocabulary(source: str) -> Vocabulary:
 
     The module docstring lists the possible values. In a directory, manifest.json is used. If it does not exist, the
     tokenizer's own files are used, and otherwise manifest.json of the parent directory, because some programs of
-    data_prep write the data into a subdirectory.
-
-    Raises:
-        UserError: if there is no such file or directory, if a directory contains no tokenizer, or if a file is damaged
-            or does not match the manifest.
+    data_prep write the data into a subdirectory. A missing or damaged tokenizer, or one that does not match the
+    manifest, raises UserError.
     """
     path = Path(source)
     if path.is_file():
@@ -152,7 +142,8 @@ def load_vocabulary(source: str) -> Vocabulary:
 def recorded_identity(directory: Path) -> str:
     """Return the identity of the vocabulary that a directory of data was encoded with; "" if none is recorded.
 
-    The manifest is the one that `load_vocabulary` uses, but the tokenizer is not loaded.
+    The manifest is the one that `load_vocabulary` would use, but the tokenizer is not loaded. A damaged manifest counts
+    as none.
     """
     manifest = directory / MANIFEST
     has_tokenizer = any(all((directory / name).is_file() for name in names) for names in TOKENIZER_FILES.values())
@@ -165,12 +156,6 @@ def recorded_identity(directory: Path) -> str:
 
 
 def _from_manifest(manifest: Path) -> Vocabulary:
-    """Return the vocabulary that a manifest names.
-
-    Raises:
-        UserError: if the manifest is damaged or names no tokenizer, or if a file is missing or does not match its
-            checksum.
-    """
     directory = manifest.parent
     try:
         record = json.loads(_read(manifest))["tokenizer"]
@@ -205,12 +190,7 @@ def _from_files(directory: Path) -> Vocabulary | None:
 
 
 def _with_dictionary(tokenizer: Tokenizer, path: Path) -> Vocabulary:
-    """Return the vocabulary of a tokenizer and the dict.txt at `path`.
-
-    Raises:
-        UserError: if dict.txt cannot be read, is not UTF-8, is malformed or lacks a symbol of the tokenizer. The
-            message contains the path.
-    """
+    """Return the vocabulary of a tokenizer and the dict.txt at `path`. Errors are UserErrors that contain the path."""
     try:
         return Vocabulary(tokenizer, _read(path).decode())
     except UnicodeDecodeError as error:
@@ -220,7 +200,6 @@ def _with_dictionary(tokenizer: Tokenizer, path: Path) -> Vocabulary:
 
 
 def _read(path: Path) -> bytes:
-    """Return the content of a file. Raise UserError if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:

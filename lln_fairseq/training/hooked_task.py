@@ -45,9 +45,8 @@ class HookedTask(FairseqTask):
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
         """Build a model from its options, and join the worker's sequence-parallel group.
 
-        With `from_checkpoint`, the model is built only to load a checkpoint into it, and no group is joined.
-
-        Raises: UserError if --sequence-parallel-size is set and the model or the number of workers does not allow it.
+        With `from_checkpoint`, the model is built only to load a checkpoint into it, and no group is joined. UserError
+        is raised if --sequence-parallel-size is set and the model or the number of workers does not allow it.
         """
         model = super().build_model(cfg, from_checkpoint)
         if not from_checkpoint:
@@ -66,7 +65,7 @@ class HookedTask(FairseqTask):
             raise UserError(f"cannot load split '{split}' of {self.cfg.data}: {error}") from error
 
     def check_validation_splits(self, splits: Sequence[str]) -> None:
-        """Raise UserError if a split that is loaded cannot be used for validation. Called before training."""
+        """Raise UserError if a split that is loaded cannot be used for validation. By default, every split can."""
 
     def get_batch_iterator(
         self,
@@ -79,17 +78,8 @@ class HookedTask(FairseqTask):
         """Return an iterator over the batches of each epoch.
 
         Unlike in fairseq, no rows at the end of a data set are dropped, and every epoch gets new masks. The first call
-        with training data logs the padding report.
-
-        Args:
-            dataset: the data set.
-            max_tokens: the maximum number of tokens in a batch, including padding; None means no limit.
-            max_sentences: the maximum number of samples in a batch; None means no limit.
-            max_positions: the maximum number of tokens in a sample; None means no limit.
-            kwargs: passed to fairseq's get_batch_iterator.
-
-        Raises: UserError if a sample has more than max_positions or max_tokens tokens. fairseq would drop it in
-            training and fail in validation.
+        with training data logs the padding report. A sample of more than max_positions or max_tokens tokens raises
+        UserError; fairseq would drop it in training and fail in validation.
         """
         self._require_short_samples(dataset, max_positions, max_tokens)
         # By default, fairseq rounds batch sizes down to a multiple of 8 and drops the remaining rows at the end of a
@@ -127,14 +117,9 @@ class HookedTask(FairseqTask):
     ) -> tuple:
         """Compute the loss of one batch, and add its gradients to those of earlier batches of the update.
 
-        fairseq calls this once per batch, so with gradient accumulation several times per update.
-
-        Args:
-            sample: a batch; with sequence parallelism, the whole batch of the group
-            model, criterion, optimizer: as in fairseq
-            update_num: the number of completed updates
-            ignore_grad: True to multiply the loss by 0, for a dummy batch
-        Returns: the loss, the sample size, and the logging output; in updates that are logged, with the layer scalars
+        fairseq calls this once per batch, so with gradient accumulation several times per update. `update_num` is the
+        number of completed updates. With sequence parallelism, `sample` is the whole batch of the group. In updates
+        that are logged, the logging output has the layer scalars.
         """
         self.probe.before_step(model, update_num, self.datasets)
         self.resume.before_step(optimizer)
@@ -154,21 +139,13 @@ class HookedTask(FairseqTask):
         self.probe.after_update(model, update_num + 1, self.datasets)
 
     def valid_step(self, sample: Any, model: Any, criterion: Any) -> tuple:
-        """Compute the loss of one batch without gradients.
-
-        Returns: the loss, the sample size and the logging output
-        """
+        """Compute the loss of one batch without gradients, and log no layer scalars until the next `train_step`."""
         self.layer_scalars.is_training = False
         shard = self.sequence_parallelism.cut_shard(sample, self.source_dictionary.pad())
         return super().valid_step(shard, model, criterion)
 
     def reduce_metrics(self, logging_outputs: list[dict[str, Any]], criterion: Any) -> None:
-        """Log the metrics of an update or a validation.
-
-        Args:
-            logging_outputs: the logging outputs of all batches and workers
-            criterion: as in fairseq
-        """
+        """Log the metrics of an update or a validation, from the logging outputs of all batches and workers."""
         super().reduce_metrics(logging_outputs, criterion)
         self.layer_scalars.log(logging_outputs)
 

@@ -78,9 +78,9 @@ def _options_or_exit(config: DictConfig) -> dict[str, Any]:
 def missing_options(config: DictConfig) -> dict[str, Any]:
     """Return the options that a run's model takes from the checkpoint that the run starts from.
 
-    Options that the user has set are left out. The result is empty if the run does not start from a checkpoint, if it
-    trains another model than lln_roberta, and if the checkpoint has no configuration. All checkpoints of a sweep must
-    have the same options.
+    Options that the user has set are left out. max_positions is not below the length of the task's texts. The result is
+    empty if the run does not start from a checkpoint, if it trains another model than lln_roberta, and if the
+    checkpoint has no configuration. All checkpoints of a sweep must have the same options.
     """
     overrides = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
     model: Any = {}
@@ -137,8 +137,7 @@ def _initial_checkpoints(config: DictConfig, overrides: Iterable[Override]) -> l
     """Return the checkpoints to take options from: one per swept value in a sweep over START, otherwise at most one.
 
     If the checkpoint of a single run no longer exists, its own last checkpoint is returned, which the run resumes from.
-
-    Raises: UserError if the checkpoint of a single run is missing and there is nothing to resume.
+    If there is none, UserError is raised.
     """
     for override in overrides:
         if override.key_or_group == START and override.is_sweep_override():
@@ -172,9 +171,7 @@ def checkpoint_options(path: str) -> dict[str, Any]:
     """Return the model options of a checkpoint, of this project's RoBERTa or fairseq's own.
 
     Options that are not stored have their defaults. max_positions is the longest sequence that the position embeddings
-    allow. The result is empty if the checkpoint has no configuration.
-
-    Raises: UserError if the file is missing, damaged or not a fairseq checkpoint, or does not hold a RoBERTa.
+    allow. The result is empty if the checkpoint has no configuration. A checkpoint of another model raises UserError.
     """
     state = load_checkpoint_lazily(path)
     if not stored_options(state)["model"]:
@@ -194,7 +191,6 @@ def checkpoint_options(path: str) -> dict[str, Any]:
 
 
 def _format_value(value: Any) -> str:
-    """Return a value as Hydra's command line writes it."""
     if isinstance(value, str):
         return QuotedString(value, Quote.single).with_quotes()
     if value is None:

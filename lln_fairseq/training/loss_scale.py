@@ -32,9 +32,9 @@ class LossScaleMonitor:
             self.recent_scales.append(self.scaler.loss_scale)
 
     def scaler_state(self) -> dict[str, int]:
-        """Return the scaler's counters for a checkpoint, because fairseq saves only the loss scale.
+        """Return the values of SCALER_STATE for a checkpoint, because fairseq saves only the loss scale.
 
-        Returns: one integer for every name in SCALER_STATE; an empty dictionary without a scaler
+        Without a scaler, the result is empty.
         """
         if self.scaler is None:
             return {}
@@ -43,7 +43,7 @@ class LossScaleMonitor:
     def restore_scaler(self, optimizer: Any, saved: dict[str, int]) -> None:
         """Set the counters of the optimizer's scaler to `saved`, a result of `scaler_state`.
 
-        Do nothing if the optimizer has no scaler or `saved` is empty.
+        If the optimizer has no scaler or `saved` is empty, nothing changes.
         """
         scaler = find_scaler(optimizer)
         if scaler is None or not saved:

@@ -12,17 +12,10 @@ from lln_fairseq.errors import TrainingError, UserError, first_line
 
 
 def train_step(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
-    """Call fairseq's Trainer.train_step, and explain a FloatingPointError that it raises.
+    """Call fairseq's Trainer.train_step, and turn a FloatingPointError into a TrainingError that explains it.
 
-    fairseq's own message says neither where the NaN first appeared nor what to try.
-
-    Args:
-        original: fairseq's Trainer.train_step
-        trainer: fairseq's trainer
-        args, kwargs: the remaining arguments of `original`
-    Returns: the result of `original`
-    Raises: TrainingError instead of a FloatingPointError. Its message names the update, the module or parameter with
-        the first NaN, and the last loss scales. Other exceptions are raised unchanged.
+    Its message names the update, the module or parameter with the first NaN, and the last loss scales. fairseq's own
+    message says neither where the NaN first appeared nor what to try.
     """
     with _collect_warnings("fairseq.nan_detector") as warnings:
         try:
@@ -34,8 +27,6 @@ def train_step(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) 
 
 
 class _MessageCollector(logging.Handler):
-    """A handler that appends the message of each warning or error to its list `messages`."""
-
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.messages: list[str] = []
@@ -46,10 +37,7 @@ class _MessageCollector(logging.Handler):
 
 @contextmanager
 def _collect_warnings(logger_name: str) -> Iterator[list[str]]:
-    """Collect the warnings and errors of a logger until the `with` block ends.
-
-    Yields: a list that is empty at first; the message of each warning or error is appended to it
-    """
+    """Yield a list to which the messages of a logger's warnings and errors are appended during the `with` block."""
     collector = _MessageCollector()
     logger = logging.getLogger(logger_name)
     logger.addHandler(collector)

@@ -22,12 +22,7 @@ class PaddingReport:
     def log(self, dataset: Any, batches: Sequence[Sequence[int]], advice: str) -> None:
         """Log the fraction of the batches' tokens that are text. Add the advice if more than 5 % are padding.
 
-        Only the first call in the first worker logs anything.
-
-        Args:
-            dataset: the training data
-            batches: the row numbers of each batch
-            advice: the options that would reduce padding, or ""
+        Only the first call in the first worker logs anything. `batches` has the row numbers of each batch.
         """
         if self._logged or not is_first_worker():
             return
@@ -59,12 +54,9 @@ def row_lengths(dataset: Any) -> list[np.ndarray]:
 def text_fraction(lengths: Sequence[np.ndarray], batches: Sequence[Sequence[int]]) -> tuple[float, int]:
     """Return the fraction of text among the computed tokens, and the number of computed tokens.
 
-    Args:
-        lengths: the lengths of the rows, one array (rows,) per input of the model
-        batches: the row numbers of each batch, at least one per batch
-    Returns: the number of text tokens divided by the number of computed tokens, and the number of computed tokens. The
-        computed tokens are the text and the padding of all batches and inputs. If all rows are empty, the result is 1.0
-        and 0.
+    The computed tokens are the text and the padding of all batches and inputs. If all rows are empty, the result is 1.0
+    and 0. `lengths` has one array (rows,) per input of the model, and `batches` the row numbers of each batch. There
+    must be at least one batch, and no batch without rows.
     """
     text = 0
     computed = 0

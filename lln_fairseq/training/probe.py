@@ -32,11 +32,8 @@ class AttentionProbe:
     def before_step(self, model: nn.Module, updates: int, datasets: Mapping[str, Any]) -> None:
         """Measure the model before its first update. Every later call, and every call in a resumed run, does nothing.
 
-        Args:
-            model: the model, wrapped by fairseq if there are several workers
-            updates: the number of completed updates; at the first call it is 0 unless the run is resumed
-            datasets: the loaded splits by name
-        Raises: UserError if the model has no attention of this package.
+        `updates` is the number of completed updates, and `datasets` has the loaded splits by name. A model without an
+        attention of this package raises UserError.
         """
         if self._start == 0.0:
             self._start = time.perf_counter()
@@ -44,12 +41,7 @@ class AttentionProbe:
                 self._run_probe(model, 0, datasets)
 
     def after_update(self, model: nn.Module, updates: int, datasets: Mapping[str, Any]) -> None:
-        """Measure the model if the number of completed updates is a multiple of the interval.
-
-        The arguments are as for `before_step`.
-
-        Raises: UserError if the model has no attention of this package.
-        """
+        """Measure the model if the number of completed updates is a multiple of the interval."""
         self._run_probe(model, updates, datasets)
 
     def _run_probe(self, model: Any, updates: int, datasets: Mapping[str, Any]) -> None:
@@ -73,8 +65,6 @@ class AttentionProbe:
         """Choose the fixed batch, and return the probe that measures it.
 
         The batch comes from the first loaded split other than "train", or from "train" if no other split is loaded.
-
-        Raises: UserError if the model has no attention of this package.
         """
         from torch.utils.tensorboard import SummaryWriter
 

@@ -62,11 +62,10 @@ class ExactResume:
         restore_patience(state.get("patience", {}))
 
     def before_step(self, optimizer: Any) -> None:
-        """Restore the scaler and the float32 parameters of the optimizer from the state that was loaded.
+        """Restore the optimizer's scaler and float32 parameters, if a state was loaded since the previous call.
 
-        Do nothing if no state was loaded since the previous call. Saved parameters of other shapes are ignored, because
-        they were flattened for another number of devices. The optimizer then keeps the parameters that fairseq restored
-        from the 16-bit copies.
+        Saved parameters of other shapes are ignored, because they were flattened for another number of devices. The
+        optimizer then keeps the parameters that fairseq restored from the 16-bit copies.
         """
         self._optimizer = optimizer
         if self._pending is None:
@@ -96,19 +95,15 @@ def float32_parameters(optimizer: Any) -> list[Tensor]:
 
 
 def restore_training_state(trainer: Trainer, filename: str, saved_config: Any, state: dict[str, Any]) -> None:
-    """Adapt the parts of a checkpoint that fairseq restores after this call, in place.
+    """Adapt the parts of a checkpoint's extra_state that fairseq restores after this call, in place.
 
     These are the state of the task and the position in the epoch. With --reset-dataloader, fairseq restores neither of
     them and this function leaves them unchanged. With --reset-meters the state of early stopping is removed. If the run
-    is already complete, the position becomes the start of an epoch.
+    is already complete, the position becomes the start of an epoch. With --store-ema, the number of updates since the
+    last average is restored in the trainer, too.
 
-    With --store-ema, the number of updates since the last average is restored, too.
-
-    Args:
-        trainer: fairseq's trainer, with the parameters of the checkpoint
-        filename: path of the checkpoint
-        saved_config: the configuration in the checkpoint, or None
-        state: the checkpoint's extra_state
+    `saved_config` is the configuration in the checkpoint, or None. UserError is raised if the position cannot be kept,
+    or if Adam's state is for parameters of other shapes.
     """
     _check_adam_state(trainer, filename)
     if trainer.cfg.ema.store_ema:  # fairseq would start at 0 again
@@ -139,17 +134,11 @@ def _check_adam_state(trainer: Trainer, filename: str) -> None:
 def batch_offset(path: str, saved_config: Any, done: int, cfg: Any) -> int:
     """Return the number of batches of the current epoch that each worker skips when it resumes a checkpoint.
 
-    fairseq saves only how many batches each worker has processed in the epoch. After a change of the batch size, the
-    same number of batches would contain other sequences, so some sequences would be repeated or left out. If only the
-    number of workers changes, the total number of processed batches is divided among the new workers.
-
-    Raise UserError if they cannot be divided, or if dataset.grouped_shuffling is set.
-
-    Args:
-        path: path of the checkpoint, for messages
-        saved_config: the configuration in the checkpoint; if it is None, `done` is returned unchanged
-        done: number of batches that each worker of the saved run had processed in the epoch
-        cfg: the configuration of the current run
+    fairseq saves only how many batches each worker has processed in the epoch, `done`. After a change of the batch
+    size, the same number of batches would contain other sequences, so some sequences would be repeated or left out:
+    this raises UserError. If only the number of workers changes, the total number of processed batches is divided among
+    the new workers. UserError is raised if they cannot be divided, or if dataset.grouped_shuffling is set. Without a
+    saved configuration, `done` is returned unchanged.
     """
     if not done or not isinstance(saved_config, Mapping):
         return done
@@ -173,10 +162,9 @@ def batch_offset(path: str, saved_config: Any, done: int, cfg: Any) -> int:
 
 
 def count_data_shards(config: Mapping[str, Any]) -> int:
-    """Return the number of parts that an epoch is divided into.
+    """Return the number of parts that an epoch is divided into, or 0 if the configuration lacks the number of workers.
 
-    There is one part per worker, or with --sequence-parallel-size per group of workers that share their sequences. The
-    result is 0 if the configuration lacks the number of workers.
+    There is one part per worker, or with --sequence-parallel-size per group of workers that share their sequences.
     """
     workers = plain_options(config.get("distributed_training")).get("distributed_world_size")
     group_size = plain_options(config.get("task")).get("sequence_parallel_size") or 1

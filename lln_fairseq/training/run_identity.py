@@ -150,16 +150,13 @@ def _has_other_start(cfg: DictConfig, recorded: str, saved: Any) -> bool:
 def changed_settings(saved: Any, cfg: DictConfig) -> list[str]:
     """List the settings that change the result of a run and differ between its checkpoint and the new configuration.
 
+    They are described as in "common.seed = 1 in the checkpoint, now 2". If `saved` is not a mapping, there are none.
+
     A setting that only the checkpoint or only the new configuration has is not compared. A setting that is None in one
     of them is not compared either, because a preset or a default decides its value. There are no presets for
     softmax_layers and the options of an attention. These are always compared, so that alpha=None (matched) and
     alpha=2.0 (fixed) differ. If the checkpoint's batches are limited by sequences, "tokens an update" and
     "dataset.max_tokens" are listed only if both differ.
-
-    Args:
-        saved: the configuration in the checkpoint
-        cfg: the whole configuration of the run
-    Returns: descriptions such as "common.seed = 1 in the checkpoint, now 2"; empty if `saved` is not a mapping.
     """
     if not isinstance(saved, Mapping):
         return []
@@ -222,10 +219,8 @@ def _declared_options(group_name: str, group: Any) -> dict[str, Any]:
     """Return the options that belong to a group of the configuration.
 
     The optimizer sgd, fairseq's own RoBERTa and other classes without a dataclass have a Namespace for a group. It
-    contains all command-line arguments, including the arguments of other groups.
-
-    The result has the plain options of a dictionary. Of a Namespace, it has only `_name` and the arguments that the
-    class itself adds to a parser. For any other `group` it is empty.
+    contains all command-line arguments, including those of other groups. Of a Namespace, the result has only `_name`
+    and the arguments that the class itself adds to a parser. For anything but a Namespace or a mapping it is empty.
     """
     options = plain_options(group)
     if not isinstance(group, argparse.Namespace):

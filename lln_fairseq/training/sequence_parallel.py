@@ -32,10 +32,8 @@ class SequenceParallelism:
     def join_group(self, model: nn.Module) -> None:
         """Create the groups of workers, and join the group of this worker. All workers must call this.
 
-        Do nothing with --sequence-parallel-size 1 or with a single worker.
-
-        Raises: UserError if the model cannot split its sequences across workers, or if the number of workers is not a
-            multiple of --sequence-parallel-size.
+        With --sequence-parallel-size 1 or a single worker, nothing happens. UserError is raised if the model cannot
+        split its sequences across workers, or if the number of workers is not a multiple of --sequence-parallel-size.
         """
         size = self.cfg.sequence_parallel_size
         if size > 1 and dist.is_initialized():
@@ -46,8 +44,8 @@ class SequenceParallelism:
     def merge_data_shards(self, options: dict[str, Any]) -> None:
         """Make all workers of a group load the same batches.
 
-        Args:
-            options: keyword arguments of fairseq's get_batch_iterator; `num_shards` and `shard_id` are changed in place
+        `num_shards` and `shard_id` in `options`, the keyword arguments of fairseq's get_batch_iterator, are changed in
+        place.
         """
         if self.group is not None and options.get("num_shards", 1) > 1:
             options["num_shards"] //= self.cfg.sequence_parallel_size
@@ -65,12 +63,9 @@ class SequenceParallelism:
             torch.manual_seed((torch.initial_seed() * SEED_FACTOR + rank) % 2**63)
 
     def cut_shard(self, sample: Any, padding: int) -> Any:
-        """Return this worker's shard of a batch, as `token_shards.cut_batch` does.
+        """Return a new batch with this worker's tokens, see `token_shards.cut_batch`; without a group, `sample` itself.
 
-        Args:
-            sample: a batch in fairseq's form
-            padding: the id of the padding symbol
-        Returns: a new batch with this worker's tokens; `sample` itself if there is no group
+        `padding` is the id of the padding symbol.
         """
         if self.group is None:
             return sample
@@ -78,11 +73,10 @@ class SequenceParallelism:
 
 
 def shard_multiple(model: Any) -> int:
-    """Return the largest `shard_multiple` of the model's attentions.
+    """Return the number of tokens of which the length of every shard but the last must be a multiple.
 
-    The length of every shard but the last must be a multiple of this number of tokens.
-
-    Raises: UserError if the model cannot split its sequences across workers.
+    This is the largest `shard_multiple` of the model's attentions. UserError is raised if the model cannot split its
+    sequences across workers.
     """
     with user_errors():
         reject_layer_mechanism(getattr(model.args, "attention", ""), UNSUPPORTED)
@@ -108,7 +102,6 @@ def shard_multiple(model: Any) -> int:
 
 
 def _describe_attention(attention: Attention) -> str:
-    """Return the registered name of a mechanism, with its options if it has any."""
     name = next(name for name, entry in ATTENTION_REGISTRY.items() if type(attention) is entry.cls)
     options = attention.extra_repr()
     if not options:

@@ -236,10 +236,11 @@ def check_sequence_parallel(cfg: Any) -> None:
 
 
 def check_restore_file(cfg: Any) -> None:
-    """Raise UserError if --finetune-from-model or --restore-file would not do what its user expects.
+    """Raise UserError for a --finetune-from-model or --restore-file that is missing or would not do what is expected.
 
     fairseq trains from scratch if the --restore-file is missing. If it is in another directory than save_dir, fairseq
-    loads it again whenever the run is restarted, and overwrites its progress.
+    loads it again whenever the run is restarted, and overwrites its progress: this is rejected once save_dir has a last
+    checkpoint. A run that can resume from save_dir no longer needs its --finetune-from-model.
     """
     restore_file = cfg.checkpoint.restore_file
     save_dir = cfg.checkpoint.save_dir

@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 def start_run(run_in_worker: Callable, original: Callable, cfg: Any, main: Callable, *args: Any, **kwargs: Any) -> Any:
     """Check the options, lock save_dir, and call run_in_worker(main, cfg, ...) in every worker. Replaces call_main.
 
-    Other programs of fairseq call this, too; for them, cfg.model is None.
+    Other programs of fairseq call this, too; for them, cfg.model is None. If the run saves, save_dir is created.
 
     Without this patch, too many workers and Ctrl-C end in a traceback, two runs can write into the same directory, and
     --bf16 on the command line implies a TPU. Remove the patch once fairseq handles these cases and has a hook for the
@@ -108,16 +108,19 @@ def run_worker(main: Callable, cfg: Any, **kwargs: Any) -> Any:
 def prepare_training(original: Callable, cfg: Any, trainer: Trainer, **kwargs: Any) -> Any:
     """Check the settings, load the checkpoint and the training data, and plan the run. Replaces load_checkpoint.
 
+    The result is the checkpoint's extra_state, or None for a new run, and the iterator over the batches. `cfg` are the
+    checkpoint options.
+
     trainer.cfg is changed in place: batch_size and update_freq are set to match task.global_batch, and max_epoch is set
-    to -1 if the run is complete, so that fairseq's loop does nothing.
+    to -1 if the run is complete, so that fairseq's loop does nothing. With --warmup-fraction, the schedule is changed,
+    too.
+
+    Unless --no-save is set, the first worker writes SAVE_DIR/tokenizer/, from which it removes the files of an earlier
+    task. Then, for a complete run, it can delete an interval checkpoint, see `saving.remove_superseded`. For any other
+    run, it writes SAVE_DIR/config.yaml. It also writes the settings to --tensorboard-logdir, and logs the summary.
 
     Without this patch, fairseq ignores a missing --restore-file, and it makes another update when a run is complete or
     has stopped early. Remove the patch once fairseq has a hook that runs before the training loop.
-
-    Args:
-        cfg: the checkpoint options.
-
-    Returns: the checkpoint's extra_state, or None for a new run, and the iterator over the batches.
     """
     settings.split_global_batch(trainer.cfg)
     settings.check_attention(trainer.cfg)
@@ -157,7 +160,8 @@ def restore_checkpoint(
     """Check that a checkpoint belongs to this run or fits it, and load it. Replaces Trainer.load_checkpoint.
 
     fairseq calls this for a new run, too: then there is no such file, and the result is None instead of the
-    checkpoint's extra_state.
+    checkpoint's extra_state. In the worker that saves, task.run_origin is set in both cases, which hashes the training
+    data.
 
     Without this patch, fairseq ignores changed settings, and buries the reason for an incompatible checkpoint in pages
     of output. If the batch size has changed and a run resumes in the middle of an epoch, fairseq skips the wrong
@@ -197,7 +201,10 @@ def restore_checkpoint(
 
 
 def _load_error_reason(cause: BaseException | None) -> str:
-    """Return the line of an error that states the reason: the second one, after the heading of torch's errors."""
+    """Return the second line of an error's message, or its only line, or the name of its class if that line is empty.
+
+    torch puts a heading in the first line and the first reason in the second one.
+    """
     lines = str(cause).splitlines()[:2]
     reason = ""
     if lines:

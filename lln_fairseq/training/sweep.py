@@ -61,9 +61,8 @@ class Sweep(Callback):
 
         A traceback is printed if the error is not a UserError. The status and the result of the job are changed in
         place: as in fairseq, a failed job returns infinity, so that a sweeper that minimizes the result avoids it.
-
-        Do nothing outside a sweep, or if the launcher runs the job in a process of its own. Hydra then reports the
-        error.
+        Outside a sweep, or if the launcher runs the job in a process of its own, nothing happens: Hydra then reports
+        the error.
         """
         if config.hydra.mode != RunMode.MULTIRUN or os.getpid() != self.process:
             return

@@ -71,12 +71,9 @@ class LayerScalars:
     def observe(self, model: nn.Module, updates: int) -> Iterator[list[Tensor]]:
         """Compute the scalars of every attention that the model calls inside the `with` block.
 
-        Args:
-            model: the model
-            updates: the number of completed updates
-
-        Yields: a list that is empty at first. Each call of an attention appends one tensor (6,) to it, in the order of
-            `layer_scalars.NAMES`. Without --tensorboard-logdir, and in updates that are not logged, it stays empty.
+        Each call of an attention appends one tensor (6,), in the order of `layer_scalars.NAMES`, to the list that is
+        yielded. Without --tensorboard-logdir, and in updates that are not logged, the list stays empty. `updates` is
+        the number of completed updates.
         """
         self._updates = updates
         self.is_training = True
@@ -87,14 +84,7 @@ class LayerScalars:
             yield layers
 
     def add_to(self, log: dict[str, Any], layers: list[Tensor]) -> dict[str, Any]:
-        """Add the scalars of a batch to its logging output.
-
-        Args:
-            log: the logging output, which is not changed
-            layers: the list from `observe`
-
-        Returns: a copy of `log` with the scalars, or `log` itself if `layers` is empty
-        """
+        """Return a copy of a batch's logging output with the scalars in `layers`, or `log` itself if there are none."""
         if not layers:
             return log
         return {**log, SCALARS: torch.stack(layers).double(), COUNT: 1}
@@ -103,14 +93,12 @@ class LayerScalars:
         """Log fp16's overflows and loss scale, and write the mean of the layer scalars over all batches and workers.
 
         Only the first worker writes the layer scalars, and only if there are any. A validation logs nothing.
-
-        Args:
-            logging_outputs: the logging outputs of the update, summed or one per batch
         """
         if not self.is_training:
             return
         if self.loss_scale.scaler is not None:
             metrics.log_scalar("overflows", self.loss_scale.overflows, weight=0, priority=710, round=0)
+            # Derived metrics are computed last: fairseq logs the loss scale of an update after all other metrics.
             metrics.log_derived("inverse_loss_scale", _inverse_loss_scale, priority=705)
         observed = [log for log in logging_outputs if SCALARS in log]
         if observed and is_first_worker():
@@ -133,11 +121,7 @@ class LayerScalars:
 
 
 def _inverse_loss_scale(meters: Any) -> float:
-    """Return 1 / loss scale, or 0.0 before fairseq has logged a loss scale.
-
-    This is a derived metric, because fairseq logs the loss scale of an update after all other metrics, and computes
-    derived metrics last.
-    """
+    """Return 1 / loss scale, or 0.0 before fairseq has logged a loss scale."""
     if "loss_scale" not in meters:
         return 0.0
     return 1 / meters["loss_scale"].val
@@ -165,9 +149,6 @@ def hparams_columns(config: Mapping[str, Any]) -> dict[str, float | str]:
     The settings are the settings that change the result of a run (see `result_settings`), the settings in BUDGET, and
     the precision. A value that is None, False or "" is left out: the tab shows an empty cell for it, or no column if no
     run has a value. A list of one element is replaced by its element.
-
-    Args:
-        config: a whole configuration, see `plain_config`
     """
     settings = dict(result_settings(config))
     for key in BUDGET:

@@ -27,7 +27,6 @@ IGNORED_WARNINGS = (
 
 
 def main(argv: list[str]) -> None:
-    """Train with a recipe. `argv` is the command line after `train`."""
     sys.argv = ["lln-fairseq train", *with_recipe(argv)]  # Hydra reads the command line there
     for message in IGNORED_WARNINGS:
         warnings.filterwarnings("ignore", message)
@@ -42,10 +41,8 @@ def main(argv: list[str]) -> None:
 def with_recipe(argv: list[str]) -> list[str]:
     """Return `argv` with --config-dir. If it is missing, put the directory of this package's recipes in front.
 
-    With --help and no recipe, print the help of this program and exit. Hydra would not reject an unknown recipe,
-    because fairseq registers its bare configuration under any requested name.
-
-    Raises: UserError if there is no recipe of the requested name.
+    With --help and no recipe, print the help of this program and exit. A recipe that does not exist raises UserError:
+    Hydra would not reject it, because fairseq registers its bare configuration under any requested name.
     """
     args = get_args_parser().parse_args(argv)
     if args.help and not args.config_name:

@@ -60,14 +60,9 @@ class Row:
 
 
 def attention_function(name: str, args: argparse.Namespace) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return an attention as a function of q, k and v that returns the output.
+    """Return torch's SDPA for "sdpa", or the attention of a spec in evaluation mode, as a function of q, k and v.
 
-    Args:
-        name: "sdpa", or the spec of a registered attention, which is built in evaluation mode.
-        args: the command line.
-
-    Raises:
-        ValueError: for an unknown name or option.
+    An unknown name or option raises ValueError.
     """
     if name == SDPA:
         return F.scaled_dot_product_attention

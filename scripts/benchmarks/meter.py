@@ -44,7 +44,7 @@ def add_device_options(parser: argparse.ArgumentParser, dtypes: Iterable[str]) -
 
 
 def output_file(text: str) -> Path:
-    """Convert an argument to the path of a file to write, as a `type` of argparse.
+    """Return the path of a file to write, as a `type` of argparse.
 
     A missing directory is reported before a long measurement, not after it.
     """
@@ -55,7 +55,6 @@ def output_file(text: str) -> Path:
 
 
 def device_name(device: str) -> str:
-    """Return the name of the GPU for "cuda", or "CPU, N threads" for "cpu"."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     return f"CPU, {torch.get_num_threads()} threads"
@@ -83,7 +82,6 @@ class Spread(NamedTuple):
         return cls(statistics.median(values), min(values), max(values))
 
     def text(self, digits: int = 2) -> str:
-        """Return the spread as "median (low-high)"."""
         return f"{self.median:.{digits}f} ({self.low:.{digits}f}-{self.high:.{digits}f})"
 
 
@@ -145,12 +143,9 @@ class OutOfMemory(Exception):
 def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
     """Compute function(*arguments) in a new process, whose memory nothing else has used, and return the result.
 
-    The process is forked from a server that has imported torch and done nothing else. The function, its arguments and
-    its result must be picklable.
-
-    Raises:
-        OutOfMemory: if memory runs out, or if the process is killed. Linux kills a process when no memory is left.
-        Exception: any other exception that the function raises.
+    The process is forked from a server that has only imported torch and the attentions. The function, its arguments and
+    its result must be picklable. The function's exceptions are raised here. OutOfMemory is raised if memory runs out,
+    or if the process is killed: Linux kills a process when no memory is left.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "lln_fairseq.attention"])

@@ -178,10 +178,8 @@ class Adam:
 class Training:
     """Masked language modeling of one RoBERTa on one batch of random tokens.
 
-    Args:
-        name: an attention spec, or "softmax_matrix".
-        length: tokens per sequence.
-        args: the command line.
+    `name` is an attention spec or "softmax_matrix", and `length` the tokens per sequence. The constructor seeds torch's
+    generators, so all attentions start with the same random numbers.
     """
 
     def __init__(self, name: str, length: int, args: argparse.Namespace) -> None:
@@ -213,7 +211,6 @@ class Training:
         return F.cross_entropy(logits.float(), self.words[self.masked])
 
     def iteration(self) -> None:
-        """Run a forward pass, a backward pass and an optimizer step."""
         loss_scale = LOSS_SCALE if self.args.dtype == "float16" else 1.0
         (self.loss() * loss_scale).backward()
         self.adam.step()
@@ -291,7 +288,10 @@ def prepare_training(name: str, length: int, args: argparse.Namespace) -> Callab
 
 
 def measure_column(column: str, length: int, args: argparse.Namespace) -> list[Row]:
-    """Measure all attentions at one length. A row that runs out of memory is not timed."""
+    """Measure all attentions at one length. A row that runs out of memory is not timed.
+
+    The memory is measured first, of each model by itself. For the timing, all models are held at once.
+    """
     rows = [Row(name, column) for name in args.attentions]
     if args.memory:
         for row in rows:

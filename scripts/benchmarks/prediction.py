@@ -85,7 +85,6 @@ def write_data(directory: Path) -> None:
 
 
 def write_dictionary(directory: Path, text: str) -> None:
-    """Create the directory, which must not exist, and write `text` as its dict.txt. The parent must exist."""
     directory.mkdir()
     (directory / "dict.txt").write_text(text, encoding="utf-8")
 
@@ -125,10 +124,9 @@ def write_checkpoint(path: Path, data: Path, preset: str, attention: str, max_po
 
 
 def checkpoint_logits(checkpoint: Path, data: Path, attention: str) -> dict[str, Logits]:
-    """Load a checkpoint in every precision that is used here.
+    """Load a checkpoint in every precision that is used here, and return the functions from tokens to logits.
 
-    Returns:
-        The functions from tokens to logits behind `predict`, by the names of the models.
+    The keys are the names of the models. A precision in which the model cannot be computed faster is left out.
     """
     models: dict[str, Logits] = {}
     for precision in ("float32", *LOW_PRECISIONS):
@@ -140,7 +138,7 @@ def checkpoint_logits(checkpoint: Path, data: Path, attention: str) -> dict[str,
 
 
 def loaded_logits(model: Any, tokens: Tensor) -> Tensor:
-    """Return the logits (B, classes) of a loaded model for tokens (B, N)."""
+    """Return the logits (B, classes) of a loaded model for tokens (B, N), on the CPU."""
     return model._class_logits(tokens.to(model._device)).cpu()
 
 
@@ -218,13 +216,9 @@ def random_tokens(length: int) -> Tensor:
 def check_same_logits(models: dict[str, Logits], tokens: Tensor) -> None:
     """Raise RuntimeError if the logits of a model differ from those of the loaded checkpoint that it was exported from.
 
-    Differences up to TOLERANCE, as a fraction of the largest logit, are accepted. Models in a lower precision are not
-    compared.
-
-    Args:
-        models: the models by name. A model with LINEAR in its name is compared with models[LINEAR], any other model
-            with models[SOFTMAX].
-        tokens: the token ids (B, N) on which they are compared.
+    A model with LINEAR in its name is compared with models[LINEAR], any other model with models[SOFTMAX]. Differences
+    up to TOLERANCE are accepted, as a fraction of the largest logit, or of 1 if that is larger. Models in a lower
+    precision are not compared.
     """
     for name, model in models.items():
         if name.endswith(INEXACT):
@@ -293,7 +287,6 @@ def mixed_table(models: dict[str, Logits], repeats: int) -> str:
 
 
 def run_batches(model: Logits, batches: list[Tensor]) -> None:
-    """Call a model once for each batch of tokens (B, N)."""
     for tokens in batches:
         model(tokens)
 

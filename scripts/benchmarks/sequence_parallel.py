@@ -117,7 +117,6 @@ def run_worker(rank: int, args: argparse.Namespace, tokens: int, directory: str)
 
 
 def measure_length(args: argparse.Namespace, tokens: int) -> Row:
-    """Run all workers on a sequence of `tokens` tokens."""
     with tempfile.TemporaryDirectory() as directory:
         try:
             processes.spawn(run_worker, (args, tokens, directory), nprocs=args.workers)

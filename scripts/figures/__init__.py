@@ -96,11 +96,11 @@ class Sheet:
             self.axes[panel].legend(**{"fontsize": 8, **options})
 
     def note(self, text: str) -> None:
-        """Add a line that states in numbers what the figure shows."""
+        """Add a line that states in numbers what the figure shows. It is not drawn: `draw_figures` prints it."""
         self.notes.append(text)
 
     def save(self, path: Path) -> None:
-        """Write the figure to `path` with the suffix .png, its data with .csv, and close the figure."""
+        """Write the figure to `path` with the suffix .png and its data with .csv, and close the figure."""
         self.figure.savefig(path.with_suffix(".png"), dpi=120)
         plt.close(self.figure)
         with path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
@@ -245,7 +245,7 @@ def _layer_curves(curves: Curves, name: str) -> dict[int, Curve]:
 
 
 def _select_runs(settings: Settings, condition: Callable[[Curves], bool], description: str) -> dict[str, Curves]:
-    """Return the runs whose curves satisfy a condition. `description` says in words what it requires."""
+    """Return the runs whose curves satisfy a condition, or raise FigureSkippedError with its `description` in words."""
     if not settings.runs:
         raise FigureSkippedError("no runs given (--run LABEL=DIR)")
     runs = {label: curves for label, curves in settings.runs.items() if condition(curves)}

@@ -119,8 +119,8 @@ def figure_2(settings: Settings) -> Sheet:
     """Draw entropy and spectral gap against temperature, and note how far each attention is from softmax.
 
     LLN with moment matching follows softmax. At low temperatures it is more concentrated than softmax: its ln P has the
-    same variance, but a heavier right tail than a Gaussian (Figure 7). The other kernels do not depend on the
-    temperature.
+    same variance, but a heavier right tail than a Gaussian (Figure 7). The quadratic and the ReLU kernels do not depend
+    on the temperature.
     """
     tokens = 64 if settings.fast else 512
     points = 4 if settings.fast else 13
@@ -166,7 +166,6 @@ def _measure(inputs: GaussianInputs, kernel: Kernel, temperatures: list[float]) 
 
 
 def _mean_and_max_distance(values: list[float], softmax: list[float]) -> tuple[float, float]:
-    """Return the mean and the largest absolute difference from the values of softmax."""
     distances = [abs(a - b) for a, b in zip(values, softmax, strict=True)]
     return sum(distances) / len(distances), max(distances)
 

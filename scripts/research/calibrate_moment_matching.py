@@ -49,8 +49,7 @@ def write_tables(tables: dict[int, Table], path: Path) -> None:
 def calibrate(args: argparse.Namespace) -> int:
     """Simulate all tables, print how much they deviate from the shipped ones, and write them unless --check is given.
 
-    Returns:
-        The exit code: 1 if --check is given and a table deviates by more than TOLERANCE, otherwise 0.
+    The exit code is 1 if --check is given and a table deviates by more than TOLERANCE.
     """
     shipped = json.loads(TABLE_FILE.read_text())
     tables: dict[int, Table] = {}
@@ -75,7 +74,6 @@ def calibrate(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
     parser = program_parser("python -m scripts.research.calibrate_moment_matching", __doc__)
     parser.add_argument("--check", action="store_true", help="compare with the shipped tables, write nothing")
     return calibrate(parser.parse_args(argv))

@@ -121,7 +121,8 @@ def run_attention(
 ) -> None:
     """Pre-train an attention with one seed, then fine-tune and evaluate it on every task.
 
-    `recipes` are the composed recipes of "pretrain" and of each task.
+    `recipes` are the composed recipes of "pretrain" and of each task. Finished steps are skipped. The logs are in logs/
+    of the `run_directory`.
     """
     directory = run_directory(args.out, attention, seed)
 
@@ -214,9 +215,11 @@ class AttentionResults:
 def read_results(
     out: Path, attentions: Sequence[str], seeds: Sequence[int], metrics: dict[str, str]
 ) -> list[AttentionResults]:
-    """Read the results of a comparison, one entry for each attention.
+    """Read the results of a comparison, one entry for each attention, from the directories of `run_directory`.
 
-    `metrics` has the metric of each task. "pearson_spearman", fairseq's name for the mean of both, is that mean.
+    The losses are read from tensorboard/, and the scores from glue/TASK/SPLIT.json, whose column is "TASK SPLIT". What
+    is missing is left out. `metrics` has the metric of each task. "pearson_spearman", fairseq's name for the mean of
+    both, is that mean.
     """
     results = []
     for attention in attentions:
@@ -286,7 +289,6 @@ def comparison_table(results: Sequence[AttentionResults], seeds: Sequence[int]) 
 
 
 def plot_losses(path: Path, results: Sequence[AttentionResults]) -> None:
-    """Write a PNG with the losses of pre-training by update: the mean and the range over the seeds."""
     figure, axes = plt.subplots(figsize=(6.5, 5), constrained_layout=True)
     for number, result in enumerate(results):
         color = f"C{number}"

@@ -33,7 +33,7 @@ REFUSALS = ("cannot replace a teacher's attention", "diverged to NaN")
 
 
 def run_conversion(unit: Unit, work: Path, results: Path, glue: str | None) -> None:
-    """Run what is missing of a unit, and write its result.
+    """Run what is missing of a unit, and write its result. The checkpoints of the transfer are deleted afterwards.
 
     Args:
         unit: the unit.
@@ -83,7 +83,7 @@ def run_conversion(unit: Unit, work: Path, results: Path, glue: str | None) -> N
 def make_teacher(name: str, seed: int, work: Path, glue: str | None, programs: Programs) -> Path:
     """Return the checkpoint of the fine-tuned softmax encoder of a task and seed, and make what is missing of it.
 
-    A second unit that needs the same encoder, data or teacher waits until they are made.
+    The encoder is downloaded. A second unit that needs the same encoder, data or teacher waits until they are made.
     """
     task = TASKS[name]
     encoder = work / "encoder"
@@ -128,7 +128,10 @@ def make_teacher(name: str, seed: int, work: Path, glue: str | None, programs: P
 
 
 def score(programs: Programs, step: str, checkpoint: Path, data: Path) -> dict[str, Any]:
-    """Return the accuracies of a classifier on each of SPLITS and on all their rows together, between 0 and 1."""
+    """Return the accuracies of a classifier on each of SPLITS and on all their rows together, between 0 and 1.
+
+    They are written to scores_SPLIT.json next to the checkpoint. If these files exist, nothing is computed.
+    """
     out = checkpoint.parent
     arguments = ["lln_fairseq", "evaluate", checkpoint, data, f"--split={','.join(SPLITS)}"]
     arguments += ["--json", out / "scores_{split}.json"]
@@ -145,7 +148,7 @@ def pool(scores: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def linearize(unit: Unit, programs: Programs, teacher: Path, data: Path) -> None:
-    """Swap the unit's attention in, without training and with it."""
+    """Swap the unit's attention in twice: without training into swapped/, and with it into linearized/."""
     attention, options = parse_attention_spec(unit.spec)
     for label, steps in STAGES.items():
         out = programs.directory / label

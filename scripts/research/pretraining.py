@@ -67,7 +67,7 @@ def run_pretraining(unit: Unit, work: Path, results: Path, text: str | None, upd
 
 
 def training_arguments(unit: Unit, data: Path, directory: Path, updates: int, precision: str) -> list[str]:
-    """Return the module and the arguments that train the unit, or what is missing of it."""
+    """Return the module and the arguments that train the unit, or continue its training."""
     attention, options = parse_attention_spec(unit.spec)
     interval = max(1, updates // VALIDATIONS)
     arguments = [
@@ -96,7 +96,7 @@ def training_arguments(unit: Unit, data: Path, directory: Path, updates: int, pr
 
 
 def choose_precision() -> str:
-    """Return "bfloat16" if the processor multiplies it faster than float32, otherwise "float32"."""
+    """Return "bfloat16" if the processor has instructions for its products, otherwise "float32". Nothing is timed."""
     instructions = processor()["instructions"]
     if any(instruction in instructions for instruction in FAST_BFLOAT16):
         return "bfloat16"

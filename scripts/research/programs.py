@@ -62,14 +62,13 @@ class Programs:
     ) -> None:
         """Run `python -m ARGUMENTS`, unless its output exists. Its messages are appended to a file in logs/.
 
+        A program that fails raises ProgramFailed.
+
         Args:
             step: the name of the step, unique in the unit.
             arguments: the module and its arguments.
             output: the file that the program writes last. With None, it always runs, and skips itself what is done.
-            on_line: gets each line that the program prints, and the thread time of this process of the step.
-
-        Raises:
-            ProgramFailed: if the program fails.
+            on_line: gets each line that the program prints, and the CPU seconds of this process of the step so far.
         """
         words = [str(argument) for argument in arguments]
         self.commands[step] = " ".join(words)
@@ -149,7 +148,7 @@ def versions() -> dict[str, str]:
 
 
 def write_result(path: Path, content: dict[str, Any]) -> None:
-    """Write a result file with the settings, the versions and the processor."""
+    """Write a result file, an entry per line, with the versions and the processor added to the content."""
     content = {**content, "versions": versions(), "processor": processor()}
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
     write_bytes(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())

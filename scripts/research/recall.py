@@ -285,9 +285,10 @@ def mean_and_range(values: Sequence[float]) -> str:
 
 
 def best_rate_row(attention: str, histories: dict[float, list[list[dict[str, Any]]]]) -> list[str]:
-    """Return the cells of a row: the attention, its best learning rate, the accuracies, and the epochs.
+    """Return the cells of a row: the attention, its best learning rate, the accuracies, and the epochs of each seed.
 
-    `histories` are those of all seeds, by learning rate.
+    The best rate has the highest mean accuracy over the seeds after the last epoch. `histories` are those of all seeds,
+    by learning rate.
     """
 
     def mean_accuracy(rate: float) -> float:

@@ -19,10 +19,9 @@ SAME_AS_SOFTMAX = 0.0005  # relative error below which an attention counts as so
 
 
 def write_report(results: Path) -> None:
-    """Print the tables, and write them and the pictures into the directory `results`.
+    """Print the tables, and write them to table1.md and the pictures to PNG files in the directory `results`.
 
-    Raises:
-        UserError: if there are no results.
+    If there are no results, UserError is raised.
     """
     conversions = read_results(results / CONVERSION)
     pretrainings = read_results(results / PRETRAINING)
@@ -42,12 +41,10 @@ def write_report(results: Path) -> None:
 
 
 def read_results(directory: Path) -> list[dict[str, Any]]:
-    """Return the content of all result files in a directory, sorted by their names."""
     return [json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))]
 
 
 def select(results: Iterable[dict[str, Any]], **values: Any) -> list[dict[str, Any]]:
-    """Return the results whose entries have the given values."""
     return [result for result in results if all(result.get(key) == value for key, value in values.items())]
 
 
@@ -101,7 +98,7 @@ def conversion_table(results: list[dict[str, Any]]) -> str:
 
 
 def one_per_seed(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one result for each seed."""
+    """Return the last result of each seed."""
     return list({result["seed"]: result for result in results}.values())
 
 
@@ -203,7 +200,6 @@ def draw_pretraining(results: list[dict[str, Any]], path: Path) -> None:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure and close it."""
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -70,7 +70,6 @@ def list_units(results: Path) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Run the command and return its exit code."""
     if args.command == "list":
         list_units(args.results)
         return 0
@@ -93,7 +92,6 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
     parser = program_parser("python -m scripts.research.table1", __doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     conversion = commands.add_parser(CONVERSION, help="fine-tune an encoder with softmax and make it linear")

@@ -43,7 +43,10 @@ DEFAULT_ATTENTION = "lln_diag"  # the default of configs/lra.yaml
 
 
 def call(words: Sequence[str]) -> None:
-    """Run `python -m WORDS` with its output on this terminal. If this process is interrupted, the program is ended."""
+    """Run `python -m WORDS` with its output on this terminal. If this process is interrupted, the program is ended.
+
+    If the program fails, UserError is raised.
+    """
     process = subprocess.Popen([sys.executable, "-m", *words], env=child_environment())
     try:
         code = process.wait()

@@ -104,13 +104,11 @@ class Unit:
 
     @property
     def spec(self) -> str:
-        """Return the attention with its options."""
         if self.kind == CONVERSION:
             return CONVERTED[self.attention]
         return PRETRAINED[self.attention]
 
     def result(self, results: Path) -> Path:
-        """Return the path of the result file below the directory `results`."""
         return results / self.kind / f"{self.name}.json"
 
 

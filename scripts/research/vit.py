@@ -263,9 +263,8 @@ class ViTRun:
     def finish(self) -> dict[str, Any]:
         """Train the model, or read the result of a finished run.
 
-        Returns:
-            "history" has one entry for the untrained model and one for each epoch (see `_record_epoch`). "test" is the
-            accuracy in percent on the test split after the last epoch.
+        In the result, "history" has one entry for the untrained model and one for each epoch (see `_record_epoch`).
+        "test" is the accuracy in percent on the test split after the last epoch.
         """
         result_file = self.directory / RESULT
         if result_file.is_file():
@@ -290,7 +289,7 @@ class ViTRun:
         return 100 * correct / len(part.labels)
 
     def _train_epoch(self, bar: tqdm) -> None:
-        """Train for one epoch and add it to the history."""
+        """Train for one epoch and add it to the history. A loss that is not finite raises UserError."""
         self.model.train()
         train = self.splits["train"]
         total = 0.0
@@ -323,7 +322,7 @@ class ViTRun:
         return 0.5 * (1 + math.cos(math.pi * (update - warmup) / (self.updates - warmup)))
 
     def _record_epoch(self, loss: float) -> None:
-        """Add an epoch with this mean training loss in nats to the history.
+        """Add an epoch with this mean training loss in nats to the history, and leave the model in evaluation mode.
 
         The entry has `loss`, `valid` (the accuracy in percent), `alpha_beta` (a list with a pair for each layer, or an
         empty list for an attention without α and β) and `loss_scale` (None without fp16). For the untrained model,
@@ -345,7 +344,7 @@ class ViTRun:
         )
 
     def _read_result(self, file: Path) -> dict[str, Any]:
-        """Return the history and the accuracy of a finished run, if it had the same settings."""
+        """Return the history and the accuracy of a finished run. Other settings raise UserError."""
         result = json.loads(file.read_text())
         for group, present in self.settings.items():
             if result[group] != present:

@@ -32,14 +32,9 @@ class CosformerAttention(KernelFeatureAttention):
 
     @staticmethod
     def _angles(q: Tensor, padding: Tensor | None) -> Tensor:
-        """Return the angle θ_i of every token, in [0, π/2). The angles of padding tokens are finite but meaningless.
+        """Return the angle θ_i of every token, in [0, π/2), float64 (B, 1, N), or (1, 1, N) without a mask.
 
-        Args:
-            q: (B, H, N, D); only its shape and device are used.
-            padding: bool (B, N), True = padded, or None.
-
-        Returns:
-            float64 (B, 1, N), or (1, 1, N) without a mask.
+        The angles of padding tokens are finite but meaningless. Of q, only the shape and device are used.
         """
         is_real = q.new_ones(1, q.shape[-2], dtype=torch.bool)
         if padding is not None:

@@ -8,13 +8,10 @@ from lln_fairseq.attention.registry import register_attention
 
 @register_attention("elu")
 class EluAttention(KernelFeatureAttention):
-    """Linear attention with φ(x) = elu(x) + 1."""
-
     def features(self, x: Tensor) -> Tensor:
         return elu_plus_one(x)
 
 
 def elu_plus_one(x: Tensor) -> Tensor:
-    """Compute elu(x) + 1 elementwise. The result has the shape and dtype of x."""
     # For x < 0 this is e^x. Computing e^x directly keeps the digits of small values, which (e^x - 1) + 1 rounds away.
     return x.relu() + x.clamp(max=0).exp()

@@ -18,8 +18,6 @@ EXPANSION = 2  # e / d
 
 @dataclass
 class FlashConfig:
-    """The options of FLASH."""
-
     form: str = option(
         "chunked", "chunked: chunks plus linear attention (FLASH); quadratic: every pair of tokens (FLASH-Quad)", FORMS
     )
@@ -71,15 +69,7 @@ class GatedAttentionUnit(nn.Module):
         self.distance_bias = nn.Parameter(INITIAL_STD * torch.randn(2 * config.chunk_size - 1))
 
     def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
-        """Normalize the tokens and apply the unit, without the residual connection.
-
-        Args:
-            x: tokens (B, N, d).
-            padding: bool (B, N), True = padded, or None.
-
-        Returns:
-            (B, N, d).
-        """
+        """Normalize the tokens x (B, N, d) and apply the unit, without the residual connection."""
         x = self.layer_norm(x)
         gate = F.silu(self.gate_proj(x))
         v = F.silu(self.value_proj(x))
@@ -102,17 +92,7 @@ class GatedAttentionUnit(nn.Module):
         return self.out_proj(F.dropout(gate * attended, self.activation_dropout, self.training))
 
     def _attend_in_chunks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Compute relu²(Q Kᵀ / c + b) V within every chunk of c tokens.
-
-        The last chunk may be shorter. The scores of a shorter chunk are divided by c, too.
-
-        Args:
-            q, k: (B, N, s).
-            v: (B, N, 2 d), 0 at padding.
-
-        Returns:
-            (B, N, 2 d).
-        """
+        """Compute relu²(Q Kᵀ / c + b) V within every chunk of c tokens. A shorter last chunk is divided by c, too."""
         length = v.shape[1]
         width = min(self.config.chunk_size, length)
 
@@ -123,18 +103,7 @@ class GatedAttentionUnit(nn.Module):
         return out.flatten(1, 2)[:, :length]
 
     def _weights(self, q: Tensor, k: Tensor, factor: Tensor | float) -> Tensor:
-        """Compute relu²(Q Kᵀ · factor + b) with attention dropout, for M consecutive tokens.
-
-        The distance i - j, which selects the bias b_ij, is clamped to ±(chunk_size - 1). All larger distances therefore
-        share one bias.
-
-        Args:
-            q, k: (..., M, s).
-            factor: a number, or a tensor that broadcasts to (..., M, M).
-
-        Returns:
-            (..., M, M) in the dtype of q.
-        """
+        """Compute relu²(Q Kᵀ · factor + b), (..., M, M), with dropout, for q, k (..., M, s) of M consecutive tokens."""
         max_distance = self.config.chunk_size - 1
         index = torch.arange(q.shape[-2], device=q.device)
         distance = (index[:, None] - index).clamp(-max_distance, max_distance)

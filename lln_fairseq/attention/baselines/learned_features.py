@@ -18,8 +18,6 @@ LINEAR_ONLY = 0  # the value of block_size for linear attention without blocks
 
 @dataclass
 class LearnedFeatureConfig:
-    """The option that all these mechanisms have."""
-
     block_size: int = option(
         LINEAR_ONLY,
         "tokens in a block of softmax, which is averaged with the linear attention; 0: no blocks",
@@ -49,15 +47,16 @@ class LearnedFeatureAttention(KernelFeatureAttention):
         return (linear + reference.block_diag_matrix(q, k, self.config.block_size, context.padding)) / 2
 
     def feature_maps(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor] | None:
-        """Return the features φ(q) and φ(k), or None if there are blocks, because P is then not φ(q) φ(k)ᵀ."""
+        """Return φ(q) and φ(k), or None if there are blocks, because P is then not φ(q) φ(k)ᵀ."""
         if self.config.block_size != LINEAR_ONLY:
             return None
         return self.linear_features(q, k, context)
 
     def branches(self) -> dict[str, Attention]:
-        """Return the two parts, each as an attention that can be called by itself, or nothing if there are no blocks.
+        """Return both parts, each as an attention that can be called by itself, or nothing if there are no blocks.
 
-        "Linear only" shares the parameters of this attention. "Diag only" is block-diagonal softmax.
+        "Linear only" shares the parameters of this attention. "Diag only" is block-diagonal softmax, a new module in
+        training mode.
         """
         if self.config.block_size == LINEAR_ONLY:
             return {}

@@ -12,8 +12,6 @@ from lln_fairseq.ops.formula import clear_padding, softmax_attention
 
 @dataclass
 class LinformerConfig:
-    """The options of Linformer."""
-
     projected_length: int = option(256, "projected keys of a sequence; at most the longest sequence", at_least=1)
 
 
@@ -55,5 +53,4 @@ class LinformerAttention(Attention):
 
 
 def _project(weights: Tensor, x: Tensor) -> Tensor:
-    """Multiply the keys or values x (B, H, N, D) by a projection (M, N). Return (B, H, M, D) in the dtype of x."""
     return torch.einsum("kn,bhnd->bhkd", weights.to(x.dtype), x)

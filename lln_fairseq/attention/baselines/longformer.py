@@ -13,8 +13,6 @@ from lln_fairseq.ops.formula import clear_padding, explicit_mask, softmax_attent
 
 @dataclass
 class LongformerConfig:
-    """The options of Longformer."""
-
     one_sided_window: int = option(256, "tokens attended on each side; half of the paper's window of 512", at_least=1)
 
 
@@ -53,16 +51,7 @@ class LongformerAttention(Attention):
         return out.masked_fill(padding.all(dim=1)[:, None, None, None], 0.0)
 
     def _is_attended(self, is_first: Tensor) -> Tensor:
-        """Return a mask that is True where a query attends to a key. Padding is not taken into account.
-
-        Every query attends to the keys in its window and to the first token. The first token attends to all keys.
-
-        Args:
-            is_first: bool (B, N), True at the first token that is not padding.
-
-        Returns:
-            bool (B, N, N) with a row for each query.
-        """
+        """Return bool (B, N, N), True where a query (row) attends to a key. Padding is not taken into account."""
         index = torch.arange(is_first.shape[1], device=is_first.device)
         in_window = (index[:, None] - index).abs() <= self.config.one_sided_window
         return in_window | is_first[:, :, None] | is_first[:, None, :]
@@ -70,17 +59,11 @@ class LongformerAttention(Attention):
     def _local_attention(
         self, q: Tensor, k: Tensor, v: Tensor, k_first: Tensor, v_first: Tensor, excluded: Tensor
     ) -> Tensor:
-        """Compute the attention of every query to the keys in its window and to the first token.
+        """Compute the attention of every query to its window and to the first token, (B, H, N, D).
 
-        In this function the first token attends only to its own window, so the caller replaces its output.
-
-        Args:
-            q, k, v: (B, H, N, D).
-            k_first, v_first: the key and the value of the first token, (B, H, 1, D).
-            excluded: bool (B, N), True for keys that no window contains: padding and the first token.
-
-        Returns:
-            (B, H, N, D).
+        The first token itself attends only to its window here, so the caller replaces its output. `k_first` and
+        `v_first` are (B, H, 1, D). `excluded` (B, N) is True for keys that no window contains: padding and the first
+        token.
         """
         batch, heads, length, dim = q.shape
         width = self.config.one_sided_window
@@ -88,7 +71,7 @@ class LongformerAttention(Attention):
         tail = num_blocks * width - length
 
         def windows(x: Tensor, x_first: Tensor) -> Tensor:
-            """Map (B, H, N, D) and (B, H, 1, D) to the keys or values of every block, (B · blocks, H, 3 w + 1, D)."""
+            """Return the keys or values of every block, (B · blocks, H, 3 w + 1, D). The first token's comes last."""
             x = F.pad(x, (0, 0, width, width + tail)).transpose(1, 2).unflatten(1, (num_blocks + 2, width))
             near = torch.cat([x[:, i : num_blocks + i] for i in range(3)], dim=2)
             x_first = x_first.transpose(1, 2)[:, None].expand(-1, num_blocks, -1, -1, -1)

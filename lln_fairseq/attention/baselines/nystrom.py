@@ -14,8 +14,6 @@ from lln_fairseq.ops.landmarks import Landmarks, iterative_pinv
 
 @dataclass
 class NystromConfig:
-    """The options of Nyströmformer."""
-
     landmarks: int = option(
         64, "segment means of queries and keys; sequences of at most this length get exact softmax", at_least=1
     )
@@ -68,13 +66,6 @@ class NystromAttention(Attention):
         """Compute P v without the convolution, for tensors with more tokens than landmarks.
 
         A sequence with at most `landmarks` non-padding tokens still gets exact softmax attention.
-
-        Args:
-            q, k, v: (B, H, N, D), with finite values at padding.
-            padding: bool (B, N), True = padded, or None.
-
-        Returns:
-            (B, H, N, D).
         """
         landmarks = Landmarks(q.shape[2], self.config.landmarks, padding, q.device)
         q_mean = landmarks.means(q)
@@ -92,13 +83,5 @@ class NystromAttention(Attention):
         return softmax_attention(q, k_mean, values, landmarks.padding)
 
     def _convolve(self, v: Tensor, weight: Tensor) -> Tensor:
-        """Compute the convolution Σ_t w_t v_{i + t - width // 2} for every head, with zeros beyond both ends of v.
-
-        Args:
-            v: (B, H, N, D).
-            weight: w, (H, 1, width, 1).
-
-        Returns:
-            (B, H, N, D).
-        """
+        """Compute Σ_t w_t v_{i + t - width // 2} with each head's kernel w, with zeros beyond both ends of v."""
         return F.conv2d(v, weight.to(v.dtype), padding=(self.config.conv_kernel // 2, 0), groups=self.num_heads)

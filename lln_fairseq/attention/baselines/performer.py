@@ -15,8 +15,6 @@ from lln_fairseq.ops.random_features import log_features, random_feature_attenti
 
 @dataclass
 class PerformerConfig:
-    """The options of Performer."""
-
     num_features: int = option(256, "random features of a head", at_least=1)
     redraw_every: int = option(
         1000, "draw new features after this many forward passes in training; 0: keep the first ones", at_least=0
@@ -79,7 +77,7 @@ class PerformerAttention(Attention):
         return self.projection.to(compute_dtype(dtype)).mT * self.head_dim**-0.25
 
     def get_extra_state(self) -> Tensor:
-        """Return the seed and the number of training passes as an int64 tensor (2,), which state_dict saves."""
+        """Return the seed and the number of training passes, int64 (2,), which state_dict saves."""
         return torch.tensor([self.seed, self.forwards])
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -87,7 +85,7 @@ class PerformerAttention(Attention):
         self.seed, self.forwards = state.tolist()
 
     def _count_forward(self) -> None:
-        """Count a training pass. After every `redraw_every` passes, overwrite the projection with a new one."""
+        """Count a training pass. After every `redraw_every` passes, draw a new projection in place."""
         self.forwards += 1
         if self.config.redraw_every and self.forwards % self.config.redraw_every == 0:
             self.projection.copy_(self._draw_projection())

@@ -13,8 +13,6 @@ from lln_fairseq.ops.formula import clear_padding, compute_dtype, explicit_mask
 
 @dataclass
 class ReformerConfig:
-    """The options of Reformer."""
-
     chunk_size: int = option(64, "m, queries in a chunk, which attends to 3 m keys", at_least=1)
     hashes: int = option(4, "rounds of hashing", at_least=1)
 
@@ -64,15 +62,9 @@ class ReformerAttention(Attention):
         return out.masked_fill(padding.all(dim=1)[:, None, None, None], 0.0)
 
     def _hash_round(self, q: Tensor, k: Tensor, v: Tensor, rotation: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the attention of one round of hashing.
+        """Return the output of one round of hashing, and the logsumexp of the scores of every query, (B, H, N).
 
-        Args:
-            q, k, v: (B, H, N, D), with finite values at padding.
-            rotation: R, (H, D, directions).
-            padding: bool (B, N), True = padded.
-
-        Returns:
-            The output (B, H, N, D), and the logsumexp of the scores of every query, (B, H, N).
+        `rotation` is R, (H, D, directions).
         """
         length = q.shape[2]
         q_bucket = self.buckets(q, rotation, padding)
@@ -94,16 +86,10 @@ class ReformerAttention(Attention):
         return _gather_rows(out.flatten(2, 3), original_order), log_sum
 
     def buckets(self, x: Tensor, rotation: Tensor, padding: Tensor) -> Tensor:
-        """Assign every token to a bucket. A sequence of n non-padding tokens uses the first ⌈n / 2m⌉ directions of R.
+        """Return the bucket of every query or key x (B, H, N, D), int64 (B, H, N), from 0 to 2 · directions - 1.
 
-        Args:
-            x: queries or keys (B, H, N, D).
-            rotation: R, (H, D, directions).
-            padding: bool (B, N), True = padded.
-
-        Returns:
-            The bucket of every token, int64 (B, H, N), from 0 to 2 · directions - 1. Padding tokens get 2 · directions,
-            so they are sorted to the end.
+        A sequence of n non-padding tokens uses the first ⌈n / 2m⌉ directions of the rotation R, (H, D, directions).
+        Padding tokens get 2 · directions, so they are sorted to the end.
         """
         with torch.autocast(x.device.type, enabled=False):
             projected = x.float() @ rotation.float()  # (B, H, N, directions)
@@ -119,15 +105,11 @@ class ReformerAttention(Attention):
     def _chunk_keys(self, q_bucket: Tensor, k_bucket: Tensor, padding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Find the keys that every chunk of sorted queries attends to.
 
-        Args:
-            q_bucket, k_bucket: the buckets of the queries and of the keys, each (B, H, N).
-            padding: bool (B, N), True = padded.
-
         Returns:
             A tuple of three tensors: first the positions of the queries in sorted order, (B, H, chunks · m), which end
-            with numbers of N or more if m does not divide N. Second the positions of the keys of every chunk,
-            (B, H, chunks, 3 m). Third bool (B, H, chunks, 3 m), which is False for the keys to ignore: a sequence of
-            fewer than 3 m tokens has fewer keys than that.
+            with numbers of N or more if m does not divide N. Second the positions of the keys of every chunk, (B, H,
+            chunks, 3 m). Third bool (B, H, chunks, 3 m), which is False for the keys to ignore: a sequence of fewer
+            than 3 m tokens has fewer keys than that.
         """
         length = padding.shape[1]
         m = self.config.chunk_size
@@ -153,7 +135,6 @@ class ReformerAttention(Attention):
         return q_order, key_index, is_attended
 
     def get_extra_state(self) -> Tensor:
-        """Return the seed as a tensor (), which state_dict saves instead of the rotations."""
         return torch.tensor(self.seed)
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -169,15 +150,8 @@ class ReformerAttention(Attention):
 
 
 def _gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Select rows of x. This is an embedding lookup because the gradient of `gather` is slow.
-
-    Args:
-        x: (B, H, N, D).
-        index: the rows to select, int64 (B, H, M), below N.
-
-    Returns:
-        (B, H, M, D).
-    """
+    """Return the rows `index` (B, H, M) of x (B, H, N, D), which is (B, H, M, D)."""
     batch, heads, length, dim = x.shape
     first_row = torch.arange(batch * heads, device=x.device).view(batch, heads, 1) * length
+    # The gradient of `gather` is slow.
     return F.embedding(index + first_row, x.reshape(-1, dim))

@@ -13,8 +13,6 @@ from lln_fairseq.ops.landmarks import iterative_pinv
 
 @dataclass
 class SkyformerConfig:
-    """The options of Skyformer."""
-
     landmarks: int = option(64, "tokens whose queries and keys are the landmarks", at_least=1)
     gamma: float = option(0.1, "γ, added to the diagonal of the landmarks' kernel matrix")
     iterations: int = option(6, "steps of the iterative inverse", at_least=1)
@@ -67,16 +65,11 @@ class SkyformerAttention(Attention):
             return (gaussian_kernel(q, landmarks) @ weighted).to(out_dtype)
 
     def landmark_positions(self, q: Tensor, padding: Tensor | None = None) -> Tensor:
-        """Choose the positions whose queries and keys are the landmarks, one in each segment of the sequence.
+        """Choose one position in each segment of the sequence, int64 (B, landmarks) in ascending order.
 
-        Args:
-            q: (B, H, N, D); only the shape and the device matter.
-            padding: bool (B, N), True = padded, or None.
-
-        Returns:
-            The positions, int64 (B, landmarks), in ascending order. During training each is random within its segment,
-            otherwise it is the middle. If a sequence has fewer non-padding tokens than landmarks, positions repeat. A
-            sequence that contains only padding gets 0.
+        During training each is random within its segment, otherwise it is the middle. If a sequence has fewer
+        non-padding tokens than landmarks, positions repeat. A sequence that contains only padding gets 0. Of q, only
+        the shape and device matter.
         """
         batch, _, length, _ = q.shape
         num_landmarks = self.config.landmarks

@@ -12,8 +12,6 @@ from lln_fairseq.attention.registry import option, register_attention
 
 @dataclass
 class T2RConfig(LearnedFeatureConfig):
-    """The options of T2R."""
-
     num_features: int = option(32, "features of a head", at_least=1)
 
 

@@ -18,8 +18,6 @@ EPSILON = 1e-6  # added to mean squares
 
 @dataclass
 class TnnConfig:
-    """The options of TNN."""
-
     gamma: float = option(0.99, "γ, factor by which a mixing weight decays with each token of distance, 0 < γ <= 1")
     rpe_layers: int = option(6, "hidden layers of the network that computes the mixing weights", at_least=0)
     rpe_dim: int = option(64, "width of that network", at_least=1)
@@ -46,13 +44,9 @@ class RelativePositionEncoder(nn.Module):
 
     @without_autocast
     def forward(self, distances: Tensor) -> Tensor:
-        """Compute a weight for every distance and channel.
+        """Compute the weights (M, E) of integer distances (M,), in float32, or in float64 for a model in float64.
 
-        Args:
-            distances: integers (M,), positive or negative.
-
-        Returns:
-            (M, E) in float32, or float64 for a model in float64. Half precision could not represent the distances.
+        Half precision could not represent the distances.
         """
         first, *rest = self.layers
         parameter_dtype = next(self.parameters()).dtype
@@ -89,15 +83,7 @@ class GatedToeplitzUnit(nn.Module):
         self.rpe = RelativePositionEncoder(config, EXPANSION * dim)
 
     def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
-        """Normalize the tokens and apply the unit, without the residual connection.
-
-        Args:
-            x: tokens (B, N, d).
-            padding: bool (B, N), True = padded, or None.
-
-        Returns:
-            (B, N, d).
-        """
+        """Normalize the tokens x (B, N, d) and apply the unit, without the residual connection."""
         x = rms_norm(x)
         gate = F.silu(self.gate_proj(x))
         v = F.silu(self.value_proj(x))
@@ -107,11 +93,9 @@ class GatedToeplitzUnit(nn.Module):
         return self.out_proj(F.dropout(gate * mixed, self.activation_dropout, self.training))
 
     def mixing_weights(self, length: int, device: torch.device) -> Tensor:
-        """Return the mixing weights t_k = γ^|k| RPE(k) of a sequence of N = `length` tokens.
+        """Return t_0 ... t_{N-1}, t_{-N} ... t_{-1} with t_k = γ^|k| RPE(k), (2 N, E), for `toeplitz_product`.
 
-        Returns:
-            The rows t_0 ... t_{N-1}, t_{-N} ... t_{-1}, (2 N, E), as `toeplitz_product` expects them. t_{-N} is never
-            used. The dtype is float32, or float64 for a model in float64.
+        N is `length`, and t_{-N} is never used. The dtype is float32, or float64 for a model in float64.
         """
         distances = torch.arange(2 * length, device=device)
         distances = torch.where(distances < length, distances, distances - 2 * length)
@@ -137,7 +121,7 @@ class GatedLinearUnit(nn.Module):
     def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
         """Normalize the tokens x (B, N, d) and apply the unit to each of them, without the residual connection.
 
-        The mask is ignored, since no token influences another. The result is (B, N, d).
+        The mask is ignored, since no token influences another.
         """
         x = rms_norm(x)
         gated = F.silu(self.gate_proj(x)) * self.value_proj(x)
@@ -162,15 +146,11 @@ class TnnLayer(EncoderLayer):
 
 
 def toeplitz_product(weights: Tensor, v: Tensor) -> Tensor:
-    """Compute o_i = Σ_j t_{i-j} v_j for each of E channels. An FFT makes the cost O(N log N).
+    """Compute o_i = Σ_j t_{i-j} v_j for each of E channels of v (B, N, E). An FFT makes the cost O(N log N).
 
-    Args:
-        weights: (2 N, E), with the rows t_0 ... t_{N-1}, one row of any values, and t_{-N+1} ... t_{-1}. These are the
-            first columns of circulant matrices that contain the Toeplitz matrices.
-        v: (B, N, E).
-
-    Returns:
-        (B, N, E) in the dtype of v, computed in float32 (float64 for float64 values).
+    The weights (2 N, E) have the rows t_0 ... t_{N-1}, one row of any values, and t_{-N+1} ... t_{-1}. These are the
+    first columns of circulant matrices that contain the Toeplitz matrices. The computation is in float32 (float64 for
+    float64 values).
     """
     length = v.shape[1]
     dtype = compute_dtype(v.dtype)
@@ -179,9 +159,9 @@ def toeplitz_product(weights: Tensor, v: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """Divide x by its root mean square over the last dimension, without a learned gain.
+    """Divide x by its root mean square over the last dimension, without a learned gain, in float32 or float64.
 
-    The computation is in float32, or in float64 for float64 inputs. The result has the shape and dtype of x.
+    The result has the dtype of x.
     """
     x_compute = x.to(compute_dtype(x.dtype))
     return (x_compute * (x_compute.square().mean(dim=-1, keepdim=True) + EPSILON).rsqrt()).to(x.dtype)

@@ -13,8 +13,6 @@ from lln_fairseq.ops.formula import clear_padding, compute_dtype, explicit_mask
 
 @dataclass
 class TransformerLSConfig:
-    """The options of Transformer-LS."""
-
     window: int = option(
         8, "w, tokens in a chunk of queries, which also attends to w // 2 keys beyond each of its ends", at_least=1
     )
@@ -67,16 +65,9 @@ class TransformerLSAttention(Attention):
         return out.masked_fill(padding.all(dim=1)[:, None, None, None], 0.0).to(q.dtype)
 
     def _mixing_weights(self, k: Tensor, padding: Tensor) -> Tensor:
-        """Compute the mixing weights P, whose columns are softmaxes over the tokens without padding.
+        """Compute P (B, H, N, r) from the keys before LN_L. Its columns are softmaxes over the tokens without padding.
 
         In a sequence that contains only padding they are softmaxes over all tokens, as they would otherwise be 0/0.
-
-        Args:
-            k: the keys before LN_L, (B, H, N, D).
-            padding: bool (B, N), True = padded.
-
-        Returns:
-            P, (B, H, N, r) in the dtype of k.
         """
         scores = F.linear(k.transpose(1, 2).flatten(2), self.dynamic_proj.weight.to(k.dtype))
         scores = scores.unflatten(-1, (self.num_heads, self.config.rank))
@@ -85,15 +76,9 @@ class TransformerLSAttention(Attention):
         return scores.softmax(dim=1, dtype=compute_dtype(k.dtype)).to(k.dtype).transpose(1, 2)
 
     def _window_scores(self, q: Tensor, k: Tensor, padding: Tensor) -> Tensor:
-        """Compute the scores of every query for the keys in its window.
+        """Compute the scores of every query, already divided by √D, for the keys in its window.
 
-        Args:
-            q: queries divided by √D, (B, H, N, D).
-            k: normalized keys (B, H, N, D).
-            padding: bool (B, N), True = padded.
-
-        Returns:
-            (B, H, N, w + 2 (w // 2)), with -inf at padding and beyond the ends of the sequence.
+        The result is (B, H, N, w + 2 (w // 2)), with -inf at padding and beyond the ends of the sequence.
         """
         scores = self._chunks(q) @ self._windows(k)
         is_missing = self._windows(padding[:, None, :, None], fill=True)[..., 0, :]  # (B, 1, chunks, keys)
@@ -101,15 +86,7 @@ class TransformerLSAttention(Attention):
         return scores.flatten(2, 3)[:, :, : q.shape[2]]
 
     def _window_values(self, weights: Tensor, v: Tensor) -> Tensor:
-        """Sum the values in the window of every query, each multiplied by its weight.
-
-        Args:
-            weights: (B, H, N, w + 2 (w // 2)), a weight for each query and each place in its window.
-            v: (B, H, N, D).
-
-        Returns:
-            (B, H, N, D).
-        """
+        """Return Σ weight · value over the window of every query; the weights are (B, H, N, w + 2 (w // 2))."""
         out = self._chunks(weights) @ self._windows(v).mT
         return out.flatten(2, 3)[:, :, : v.shape[2]]
 
@@ -119,16 +96,10 @@ class TransformerLSAttention(Attention):
         return F.pad(x, (0, 0, 0, tail)).unflatten(2, (-1, self.config.window))
 
     def _windows(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """Cut x into one window for each chunk of w = config.window tokens. Neighboring windows overlap.
+        """Cut x (B, H, N, F) into overlapping windows, (B, H, chunks, F, w + 2 (w // 2)): the tokens come last.
 
-        The window of a chunk contains the tokens of the chunk and w // 2 more on each side.
-
-        Args:
-            x: (B, H, N, F).
-            fill: the value of the tokens beyond the ends of the sequence.
-
-        Returns:
-            (B, H, chunks, F, w + 2 (w // 2)): the tokens of a window are the last dimension.
+        The window of a chunk contains the tokens of the chunk and w // 2 more on each side. Tokens beyond the ends of
+        the sequence have the value `fill`.
         """
         width = self.config.window
         reach = width // 2
@@ -137,9 +108,9 @@ class TransformerLSAttention(Attention):
 
 
 def _norm_over_heads(norm: nn.LayerNorm, x: Tensor) -> Tensor:
-    """Normalize the H · D values of each token of x (B, H, N, D) with a layer norm over all heads.
+    """Normalize the H · D values of each token of x (B, H, N, D) together, in float32 or float64.
 
-    The computation is in float32, or in float64 for float64 inputs. The result has the shape and dtype of x.
+    The result has the dtype of x.
     """
     dtype = compute_dtype(x.dtype)
     tokens = x.transpose(1, 2).flatten(2).to(dtype)

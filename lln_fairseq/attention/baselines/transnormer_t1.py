@@ -51,9 +51,7 @@ class TransNormerAttention(Attention):
     def set_depth(self, layer: int, layers: int) -> None:
         """Choose DiagAttention or NormAttention for this layer, and set has_matrix and rows_sum_to_one accordingly.
 
-        Args:
-            layer: the index of this layer, from 0. The first `local_layers` layers have DiagAttention.
-            layers: the number of layers. Half of them, rounded down, is the default of `local_layers`.
+        The first `local_layers` layers have DiagAttention; by default these are half of the layers, rounded down.
         """
         local_layers = self.config.local_layers
         if local_layers is None:
@@ -73,15 +71,7 @@ class TransNormerAttention(Attention):
         raise NotImplementedError
 
     def local_attention(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> Tensor:
-        """Compute DiagAttention, which is attention within blocks of tokens.
-
-        Args:
-            q, k, v: (B, H, N, D). The keys and values of padding are 0.
-            padding: bool (B, N), True = padded, or None.
-
-        Returns:
-            (B, H, N, D).
-        """
+        """Compute DiagAttention, which is attention within blocks of tokens. The keys and values of padding are 0."""
         raise NotImplementedError
 
 
@@ -106,13 +96,8 @@ def norm_attention(
 ) -> Tensor:
     """Compute NormAttention, RMSNorm(φ(q) (φ(k)ᵀ v)), in linear time. The norm is over all heads of a token.
 
-    Args:
-        q, k, v: (B, H, N, D). v is 0 at padding.
-        features: φ, elementwise. It is called with float32 tensors, or with float64 tensors if v is float64.
-        padding: bool (B, N), True = padded, or None. φ(k) is set to 0 at padding.
-
-    Returns:
-        (B, H, N, D) in the dtype of v.
+    φ, which must be elementwise, is called with float32 tensors, or with float64 tensors if v is float64. v must be 0
+    at padding; φ(k) is set to 0 there.
     """
     dtype = compute_dtype(v.dtype)
     phi_q = features(q.to(dtype))
@@ -124,17 +109,10 @@ def norm_attention(
 
 @without_autocast
 def block_relu_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int, dropout_p: float) -> Tensor:
-    """Compute RMSNorm(ReLU(q kᵀ / √D) v) within blocks of tokens (ReLA, arXiv 2104.07012).
+    """Compute RMSNorm(ReLU(q kᵀ / √D) v) within blocks of tokens (ReLA, arXiv 2104.07012); v must be 0 at padding.
 
-    The norm is over all heads of a token.
-
-    Args:
-        q, k, v: (B, H, N, D). v is 0 at padding.
-        block_size: tokens in a block; the last block may be shorter.
-        dropout_p: probability of dropping a weight.
-
-    Returns:
-        (B, H, N, D) in the dtype of v. It is 0 for a token without a positive score in any head.
+    The norm is over all heads of a token. The output is 0 for a token without a positive score in any head. The last
+    block may be shorter. Dropout applies whenever `dropout_p` is not 0, also in evaluation.
     """
     dtype = compute_dtype(v.dtype)
     length = v.shape[-2]

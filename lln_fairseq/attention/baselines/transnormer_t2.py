@@ -29,7 +29,6 @@ class TransNormerT2Attention(TransNormerAttention):
         return block_diag_attention(q, k, v, padding, self.config.block_size, self.active_dropout)
 
     def attention_matrix(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> Tensor:
-        """Compute P in a layer with DiagAttention. In a layer with NormAttention, raise ValueError."""
         if not self.is_local:
             return super().attention_matrix(q, k, context)
         return reference.block_diag_matrix(q, k, self.config.block_size, context.padding)
