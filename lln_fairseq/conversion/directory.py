@@ -1,4 +1,4 @@
-"""Read the JSON files and tensors of a Hugging Face directory, and create output directories atomically."""
+"""Read the JSON files of a Hugging Face directory, and create output directories atomically."""
 
 import json
 import os
@@ -11,14 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln_fairseq.checkpoints.reading import load_plain_data, verify_checksums
 from lln_fairseq.checkpoints.saving import LOCK, lock_directory
 from lln_fairseq.errors import UserError, first_line
 from lln_fairseq.files import atomic_path
 
 CONFIG = "config.json"
-# Where the weights may be, in the order of search. The index files list the parts of a model saved in several files.
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def parse_json(path: Path) -> Any:
@@ -41,70 +38,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path} cannot be read: it does not hold a JSON object")
     return content
-
-
-def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """Read all tensors of a Hugging Face model, by name.
-
-    If there are several weight files, the first of WEIGHTS is read. Loading executes no code: a pickle that needs
-    anything besides tensors and containers is refused.
-
-    Raises:
-        UserError: if there are no weights, a file is damaged or missing, or an entry is not a tensor.
-    """
-    path = None
-    for name in WEIGHTS:
-        if (directory / name).is_file():
-            path = directory / name
-            break
-    if path is None:
-        raise UserError(f"{directory} holds no weights: it needs {' or '.join(WEIGHTS)}")
-    files = [path]
-    if path.suffix == ".json":
-        files = _files_in_index(path)
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        tensors |= _read_tensor_file(file)
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor):
-            raise UserError(f"{path}: {str(name)[:80]} must be a tensor, got {type(value).__name__}")
-    return tensors
-
-
-def _files_in_index(index: Path) -> list[Path]:
-    """Return the weight files that an index lists, sorted by name.
-
-    Raises UserError if the index lists nothing, or a file that is missing or outside the directory of the index.
-    """
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(f"{index} lists no files")
-    if not all(isinstance(name, str) for name in weight_map.values()):
-        raise UserError(f"{index} lists something that is not a file name")
-    files = [index.parent / name for name in sorted(set(weight_map.values()))]
-    for file in files:
-        if file.parent != index.parent:
-            raise UserError(f"{index} lists {file.name}, which is not in the same directory")
-        if not file.is_file():
-            raise UserError(f"{index} lists {file.name}, which does not exist: download it too")
-    return files
-
-
-def _read_tensor_file(path: Path) -> dict[str, Any]:
-    """Read one weight file. The caller must reject entries that are not tensors, which a pickle can hold."""
-    if path.suffix != ".safetensors":
-        content = load_plain_data(str(path))
-        verify_checksums(str(path))
-        if not isinstance(content, dict):
-            raise UserError(f"{path} must hold a dictionary of tensors, got {type(content).__name__}")
-        return content
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{path} is damaged: {first_line(error)}") from error
 
 
 def as_float32(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

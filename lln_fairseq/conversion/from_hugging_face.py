@@ -5,6 +5,7 @@ which every token has in this project, is added to the positional embeddings, an
 """
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +13,20 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.checkpoints.config import POSITION_OFFSET
-from lln_fairseq.checkpoints.reading import check_weights
-from lln_fairseq.conversion.directory import CONFIG, as_float32, read_json, read_tensors
-from lln_fairseq.conversion.encoder import (
-    HEAD,
-    ImportedEncoder,
-    choose_pooling,
-    require_shapes,
-    summarize_names,
-)
+from lln_fairseq.checkpoints.reading import check_weights, load_plain_data, verify_checksums
+from lln_fairseq.conversion.directory import CONFIG, read_json
+from lln_fairseq.conversion.encoder import HEAD, ImportedEncoder, choose_pooling, summarize_names
 from lln_fairseq.conversion.parameter_names import (
     HEAD_BIAS,
     HEAD_WEIGHT,
     TOKEN_TYPES,
     ModelSizes,
-    ParameterName,
     encoder_names,
     head_names,
 )
 from lln_fairseq.conversion.read_tokenizer import SourceVocabulary, read_vocabulary
 from lln_fairseq.conversion.sentence_pooling import check_prompts, locate_model, read_lower_case, read_pooling
+from lln_fairseq.conversion.silence import silence
 from lln_fairseq.errors import UserError
 from lln_fairseq.models.adapt import EMBEDDING, POSITIONS
 from lln_fairseq.text.special_symbols import PAD
@@ -73,13 +68,7 @@ UNSUPPORTED_TYPES = {
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_accurate", "gelu_pytorch_tanh": "gelu_accurate", "relu": "relu"}
 DECODER_OPTIONS = ("is_decoder", "add_cross_attention")  # true only for decoders
 
-# The names that TensorFlow gives to the parameters of layer norms.
-TENSORFLOW_NAMES = {
-    re.compile(r"LayerNorm\.gamma$"): "LayerNorm.weight",
-    re.compile(r"LayerNorm\.beta$"): "LayerNorm.bias",
-}
-# Buffers, and the output matrix, which usually is the embedding: they are not reported as left out.
-IGNORED = re.compile(r"embeddings\.(position_ids|token_type_ids)$|(lm_head|cls\.predictions)\.decoder\.")
+HEADS = re.compile(r"(lm_head|cls\.predictions)\.")
 # Parts of the model in which every parameter must be known. Other parts are heads for other tasks.
 CONVERTED_PARTS = re.compile(r"(embeddings|encoder|lm_head|cls\.predictions)\.")
 
@@ -100,27 +89,34 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
         raise UserError(
             f"{directory} is not a Hugging Face directory: it has no {CONFIG}{_checkpoint_advice(directory)}"
         )
-    config = read_json(config_file)
-    _check_architecture(config, config_file)
-    bert = config["model_type"] == BERT
-    sizes = _read_sizes(config, config_file)
-    options = _read_options(config, sizes, config_file)
+    _check_architecture(read_json(config_file), config_file)
+    model, loading_info = _load_model(directory)
+    config = model.config
+    bert = config.model_type == BERT
+    sizes = ModelSizes(
+        vocabulary=config.vocab_size,
+        positions=config.max_position_embeddings,
+        features=config.hidden_size,
+        ffn_features=config.intermediate_size,
+        layers=config.num_hidden_layers,
+    )
     pooling = read_pooling(root, sizes.features)
     prompt_notes = check_prompts(root)
     lower_case = read_lower_case(directory)
 
-    tensors = _with_current_names(read_tensors(directory))
-    _check_converted_weights(tensors, directory)
-    if sizes.layers > len(tensors):  # checked before the names of so many layers are made
-        raise UserError(f"{directory}: num_hidden_layers is {sizes.layers}, but there are only {len(tensors)} tensors")
-
+    tensors = {_without_prefix(name): value for name, value in model.state_dict().items()}
     names = list(encoder_names(sizes))
+    missing = {_without_prefix(name) for name in loading_info["missing_keys"]}
     head = list(head_names(sizes, bert))
-    has_head = any(name.hugging_face in tensors for name in head)
+    has_head = any(name.hugging_face not in missing for name in head)
     if has_head:
         names += head
-    require_shapes(tensors, {name.hugging_face: name.shape for name in names}, directory, CONFIG)
-    notes = _note_unused_tensors(tensors, names, directory)
+    else:
+        missing = {name for name in missing if not HEADS.match(name)}
+    lost = sorted(missing - {TOKEN_TYPES})
+    if lost:
+        raise UserError(f"{directory} lacks {summarize_names(lost)}")
+    notes = _note_unused_tensors(loading_info["unexpected_keys"], directory)
     notes += prompt_notes
     pooling = choose_pooling(pooling, has_head, notes)
 
@@ -128,23 +124,73 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
     if lower_case:
         notes.append("texts are put into lower case, as do_lower_case says")
 
-    parameters = as_float32({name.fairseq: tensors[name.hugging_face] for name in names})
+    check_weights({name.hugging_face: tensors[name.hugging_face] for name in names}, directory)
+    parameters = {name.fairseq: tensors[name.hugging_face] for name in names}
+    options = _read_options(config)
     unused_rows = 0
     if not bert:  # RoBERTa counts positions from the id of the padding
-        _check_padding(config, vocabulary.order[PAD], directory)
+        _check_padding(config.pad_token_id, vocabulary.order[PAD], directory)
         unused_rows = vocabulary.order[PAD] + 1
-    _convert_positions(parameters, tensors, unused_rows, sizes, directory)
-    if has_head and not config.get("tie_word_embeddings", True):
+    if TOKEN_TYPES in missing:
+        tensors[TOKEN_TYPES].zero_()
+    _convert_positions(parameters, tensors[TOKEN_TYPES][0], unused_rows, directory)
+    if has_head and not config.tie_word_embeddings:
         options["untie_weights_roberta"] = True
-        parameters |= _read_output_layer(tensors, bert, sizes, directory)
+        output_layer = model.get_output_embeddings()
+        parameters[HEAD_WEIGHT] = output_layer.weight.detach()
+        parameters[HEAD_BIAS] = output_layer.bias.detach()
     options["max_positions"] = len(parameters[POSITIONS]) - POSITION_OFFSET
     _reorder_symbols(parameters, vocabulary)
     return ImportedEncoder(parameters, options, vocabulary.symbols, vocabulary.files, notes, pooling)
 
 
-def _check_padding(config: dict[str, Any], padding: int, directory: Path) -> None:
+def _load_model(directory: Path) -> tuple[Any, dict[str, Any]]:
+    """Load a masked language model in float32, and return it with what transformers reports about the file.
+
+    Parameters that the file lacks are random. Raises UserError if the weights are damaged or too small for config.json.
+    """
+    from transformers import AutoConfig, AutoModelForMaskedLM  # here, because importing it takes seconds
+
+    pickles = list(directory.glob("pytorch_model*.bin"))
+    for file in pickles:  # transformers does not say which code a file wants to run, or that a number has changed
+        load_plain_data(str(file))
+        verify_checksums(str(file))
+    files = [*directory.glob("*.safetensors"), *pickles]
+    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+    try:
+        with silence():
+            config = AutoConfig.from_pretrained(directory, **options)
+            layer = 4 * config.hidden_size**2 + 2 * config.hidden_size * config.intermediate_size
+            rows = config.vocab_size + config.max_position_embeddings
+            num_parameters = rows * config.hidden_size + config.num_hidden_layers * layer
+            # Before so much memory is allocated. Without files, transformers says which ones it looked for.
+            if files and num_parameters > sum(file.stat().st_size for file in files):
+                raise ValueError(f"the sizes in {CONFIG} make {num_parameters} parameters, more than the files hold")
+            model, loading_info = AutoModelForMaskedLM.from_pretrained(
+                directory,
+                config=config,
+                dtype=torch.float32,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **options,
+            )
+    except Exception as error:  # transformers and safetensors have no common exception
+        reason = " ".join(str(error).split())  # some messages have their point in the second line
+        raise UserError(f"{directory} cannot be read by transformers: {reason:.300}") from error
+    for entry in loading_info["mismatched_keys"]:
+        name = entry if isinstance(entry, str) else entry[0]  # transformers 5 adds both shapes
+        expected = tuple(model.state_dict()[name].shape)
+        raise UserError(f"{directory}: {_without_prefix(name)} must have the shape {expected} according to {CONFIG}")
+    return model.eval(), loading_info
+
+
+def _without_prefix(name: str) -> str:
+    """Return a parameter's name without the name of the model in front of it."""
+    return re.sub(r"^(roberta|bert)\.", "", name)
+
+
+def _check_padding(stated: int | None, padding: int, directory: Path) -> None:
     """Raise UserError if config.json has another id for the padding than the tokenizer, whose id is `padding`."""
-    stated = config.get("pad_token_id")
     if stated is not None and stated != padding:
         raise UserError(
             f"{directory}: pad_token_id in {CONFIG} must be {padding}, the tokenizer's padding, got {stated}"
@@ -157,24 +203,6 @@ def _checkpoint_advice(directory: Path) -> str:
     if not checkpoints:
         return ""
     return f". To convert a fairseq checkpoint, name the file, such as {checkpoints[0]}"
-
-
-def _read_output_layer(tensors: dict[str, Tensor], bert: bool, sizes: ModelSizes, directory: Path) -> dict[str, Tensor]:
-    """Return the output matrix of an untied head, and its bias if it has one of its own, under fairseq's names.
-
-    Raises UserError if the matrix is missing or a shape is wrong.
-    """
-    layer = "lm_head.decoder."
-    if bert:
-        layer = "cls.predictions.decoder."
-    shapes: dict[str, tuple[int, ...]] = {f"{layer}weight": (sizes.vocabulary, sizes.features)}
-    if f"{layer}bias" in tensors:  # transformers 5 saves it beside the head's bias, which such a model does not use
-        shapes[f"{layer}bias"] = (sizes.vocabulary,)
-    require_shapes(tensors, shapes, directory, CONFIG)
-    parameters = {HEAD_WEIGHT: tensors[f"{layer}weight"]}
-    if f"{layer}bias" in tensors:
-        parameters[HEAD_BIAS] = tensors[f"{layer}bias"]
-    return as_float32(parameters)
 
 
 def _check_architecture(config: dict[str, Any], path: Path) -> None:
@@ -199,82 +227,27 @@ def _check_architecture(config: dict[str, Any], path: Path) -> None:
         raise UserError(f"{path}: hidden_act must be {' or '.join(activations)}, got {activation}")
 
 
-def _read_sizes(config: dict[str, Any], path: Path) -> ModelSizes:
-    """Return the sizes that config.json states."""
-    return ModelSizes(
-        vocabulary=_positive_number(config, "vocab_size", path),
-        positions=_positive_number(config, "max_position_embeddings", path),
-        features=_positive_number(config, "hidden_size", path),
-        ffn_features=_positive_number(config, "intermediate_size", path),
-        layers=_positive_number(config, "num_hidden_layers", path),
-    )
-
-
-def _read_options(config: dict[str, Any], sizes: ModelSizes, path: Path) -> dict[str, Any]:
-    """Return the options of LLNRobertaModel that config.json states, with the defaults of transformers."""
+def _read_options(config: Any) -> dict[str, Any]:
+    """Return the options of LLNRobertaModel that a configuration of transformers states."""
     return {
-        "encoder_layers": sizes.layers,
-        "encoder_embed_dim": sizes.features,
-        "encoder_ffn_embed_dim": sizes.ffn_features,
-        "encoder_attention_heads": _positive_number(config, "num_attention_heads", path),
-        "activation_fn": ACTIVATIONS[str(config.get("hidden_act", "gelu"))],
-        "dropout": _fraction(config, "hidden_dropout_prob", 0.1, path),
-        "attention_dropout": _fraction(config, "attention_probs_dropout_prob", 0.1, path),
-        "layer_norm_eps": _fraction(config, "layer_norm_eps", 1e-12, path),
+        "encoder_layers": config.num_hidden_layers,
+        "encoder_embed_dim": config.hidden_size,
+        "encoder_ffn_embed_dim": config.intermediate_size,
+        "encoder_attention_heads": config.num_attention_heads,
+        "activation_fn": ACTIVATIONS[config.hidden_act],
+        "dropout": config.hidden_dropout_prob,
+        "attention_dropout": config.attention_probs_dropout_prob,
+        "layer_norm_eps": config.layer_norm_eps,
     }
 
 
-def _positive_number(config: dict[str, Any], key: str, path: Path) -> int:
-    """Return an option of config.json. Raises UserError if it is missing or not a positive integer."""
-    value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"{path}: {key} must be a positive integer, got {value!r}")
-    return value
-
-
-def _fraction(config: dict[str, Any], key: str, default: float, path: Path) -> float:
-    """Return an option of config.json, or `default` if it is missing. Raises UserError if it is not in [0, 1)."""
-    value = config.get(key, default)
-    if not isinstance(value, int | float) or not 0 <= value < 1:
-        raise UserError(f"{path}: {key} must be a number of at least 0 and below 1, got {value!r}")
-    return float(value)
-
-
-def _with_current_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors under the names that transformers uses today, without the prefix of the model.
-
-    A head stores the bias of its output matrix as "bias" and, in some versions, also as "decoder.bias". If a file has
-    only the latter, the result has both.
-    """
-    renamed = {}
-    for name, value in tensors.items():
-        name = re.sub(r"^(roberta|bert)\.", "", name)
-        for pattern, current in TENSORFLOW_NAMES.items():
-            name = pattern.sub(current, name)
-        renamed[name] = value
-    for head in ("lm_head.", "cls.predictions."):
-        if f"{head}decoder.bias" in renamed:
-            renamed.setdefault(f"{head}bias", renamed[f"{head}decoder.bias"])
-    return renamed
-
-
-def _check_converted_weights(tensors: dict[str, Tensor], directory: Path) -> None:
-    """Raise UserError for weights of the converted parts that are not finite floating-point numbers."""
-    weights = {}
-    for name, value in tensors.items():
-        if CONVERTED_PARTS.match(name) and not name.endswith("_ids"):
-            weights[name] = value
-    check_weights(weights, directory)
-
-
-def _note_unused_tensors(tensors: dict[str, Tensor], names: list[ParameterName], directory: Path) -> list[str]:
+def _note_unused_tensors(unexpected: Iterable[str], directory: Path) -> list[str]:
     """Return a note that lists the heads for other tasks, or an empty list if there are none.
 
-    Raises UserError for a parameter of the encoder or the language-model head that is not in `names`.
+    `unexpected` are the tensors that the model does not have. Raises UserError if the encoder or the language-model
+    head has one of them.
     """
-    known = {name.hugging_face for name in names}
-    known.add(TOKEN_TYPES)
-    unused = [name for name in tensors if name not in known and not IGNORED.match(name)]
+    unused = sorted(_without_prefix(name) for name in unexpected)
     unknown = [name for name in unused if CONVERTED_PARTS.match(name)]
     if unknown:
         raise UserError(f"{directory} is not a RoBERTa or BERT: unexpected parameters {summarize_names(unknown)}")
@@ -290,25 +263,19 @@ def _note_unused_tensors(tensors: dict[str, Tensor], names: list[ParameterName],
     return [f"left out: {', '.join(sorted(heads))}"]
 
 
-def _convert_positions(
-    parameters: dict[str, Tensor], tensors: dict[str, Tensor], unused_rows: int, sizes: ModelSizes, directory: Path
-) -> None:
+def _convert_positions(parameters: dict[str, Tensor], token_type: Tensor, unused_rows: int, directory: Path) -> None:
     """Add the embedding of token type 0 to all positions and move position p to row p + POSITION_OFFSET.
 
     The positional table in `parameters` is replaced; if neither step is necessary, its values stay exactly the same.
-    `unused_rows` is the row of position 0 in the source. `tensors`, the source's, can be without token types.
+    `unused_rows` is the row of position 0 in the source.
     """
     table = parameters[POSITIONS]
     if len(table) <= unused_rows:
         raise UserError(f"{directory}: the positional table must have more than {unused_rows} rows, got {len(table)}")
-    if TOKEN_TYPES in tensors:
-        token_types = tensors[TOKEN_TYPES]
-        require_shapes(tensors, {TOKEN_TYPES: (token_types.shape[0], sizes.features)}, directory, CONFIG)
-        if token_types[0].any():
-            positions = table[unused_rows:] + token_types[0].to(table.dtype)
-            table = torch.cat([table[:unused_rows], positions])
+    if token_type.any():
+        table = torch.cat([table[:unused_rows], table[unused_rows:] + token_type])
     if unused_rows != POSITION_OFFSET:
-        table = torch.cat([table.new_zeros(POSITION_OFFSET, sizes.features), table[unused_rows:]])
+        table = torch.cat([table.new_zeros(POSITION_OFFSET, table.shape[1]), table[unused_rows:]])
     parameters[POSITIONS] = table
 
 

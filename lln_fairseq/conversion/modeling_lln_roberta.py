@@ -23,9 +23,9 @@ from lln_fairseq.ops.formula import (
     Spec,
     alpha_beta,
     attend_to_all_keys,
+    head_moments,
     hybrid_formula,
     standard_deviation,
-    token_moments,
 )
 
 try:
@@ -233,8 +233,8 @@ class LLNSelfAttention(RobertaSelfAttention):
             if config.constants == "calibrated":
                 assert config.moment_table is not None
                 table = [torch.tensor(row, device=q.device) for row in config.moment_table]
-            sigma_q = standard_deviation(token_moments(q, padded), config.scope)
-            sigma_k = standard_deviation(token_moments(k, padded), config.scope)
+            sigma_q = standard_deviation(head_moments(q, padded), config.scope)
+            sigma_k = standard_deviation(head_moments(k, padded), config.scope)
             alpha, beta = alpha_beta(sigma_q, sigma_k, table)
         if config.gain == "none":
             return alpha, beta

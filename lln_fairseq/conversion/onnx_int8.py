@@ -12,6 +12,7 @@ from typing import Any
 
 from lln_fairseq.conversion import to_onnx
 from lln_fairseq.conversion.directory import write_large
+from lln_fairseq.conversion.silence import silence
 from lln_fairseq.errors import UserError
 from lln_fairseq.text.special_symbols import PAD
 
@@ -53,7 +54,7 @@ def write_int8(directory: Path, config: Mapping[str, Any]) -> None:
             use_external_data_format=is_large,
         )
 
-    with to_onnx.silence():
+    with silence():
         write_large(directory / QUANTIZED_FILE, write)
     session = to_onnx.open_session(directory / QUANTIZED_FILE)
     for tokens in to_onnx.check_batches(config):

@@ -10,10 +10,7 @@ The model is traced through transformers. The file is kept only if onnxruntime r
 """
 
 import importlib.util
-import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ from torch import Tensor, nn
 
 from lln_fairseq.checkpoints.pooling import Pooling, pool_hidden_states
 from lln_fairseq.conversion.directory import write_large
+from lln_fairseq.conversion.silence import silence
 from lln_fairseq.conversion.to_hugging_face import longest_exported_sequence
 from lln_fairseq.errors import UserError, first_line
 from lln_fairseq.text.special_symbols import BOS, EOS, NUM_SPECIAL, PAD
@@ -238,16 +236,3 @@ def _remove_shapes_of_weights(graph: Any) -> None:
     for weight in graph.initializers.values():
         weight.type = None
         weight.shape = None
-
-
-@contextmanager
-def silence() -> Iterator[None]:
-    """Suppress warnings and log messages up to WARNING: the exporter reports packages that it does not need."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)

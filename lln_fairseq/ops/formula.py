@@ -132,7 +132,7 @@ class BlockKinds(NamedTuple):
     no_key: Tensor  # True for a block whose keys are all padding
 
 
-class Moments(NamedTuple):
+class HeadMoments(NamedTuple):
     """The number of tokens that are not padding, and the mean and variance of their features; 0 for no token."""
 
     tokens: Tensor
@@ -429,7 +429,7 @@ def clear_queries(q: Tensor, padded: Tensor) -> Tensor:
     return q.masked_fill(padded & ~(q.abs() < PADDED_QUERY_LIMIT), 0.0)
 
 
-def token_moments(x: Tensor, padding: Tensor | None) -> Moments:
+def head_moments(x: Tensor, padding: Tensor | None) -> HeadMoments:
     """Compute the moments of every sequence and head of x (B, H, N, D), each (B, H), without gradient.
 
     E[x²] - E[x]² would lose all digits if the mean is much larger than the standard deviation. So both are computed
@@ -453,19 +453,19 @@ def token_moments(x: Tensor, padding: Tensor | None) -> Moments:
     divisor = tokens.clamp_min(1.0)
     shift = (token_mean - origin).where(real, 0.0).sum(dim=-1) / divisor
     variance = square.where(real, 0.0).sum(dim=-1) / (features * divisor) - shift.square()
-    return Moments(tokens, origin[..., 0] + shift, variance.clamp_min(0.0))
+    return HeadMoments(tokens, origin[..., 0] + shift, variance.clamp_min(0.0))
 
 
-def merge_moments(moments: Moments, dim: int | tuple[int, ...]) -> Moments:
+def merge_moments(moments: HeadMoments, dim: int | tuple[int, ...]) -> HeadMoments:
     """Return the moments of the union of several sets, which lie along `dim`. The dimension stays, with size 1."""
     tokens = moments.tokens.sum(dim=dim, keepdim=True)
     weights = moments.tokens / tokens.clamp_min(1.0)
     mean = (weights * moments.mean).sum(dim=dim, keepdim=True)
     variance = (weights * (moments.variance + (moments.mean - mean).square())).sum(dim=dim, keepdim=True)
-    return Moments(tokens, mean, variance)
+    return HeadMoments(tokens, mean, variance)
 
 
-def standard_deviation(moments: Moments, scope: str) -> Tensor:
+def standard_deviation(moments: HeadMoments, scope: str) -> Tensor:
     """Return the standard deviations (B, H), at least MIN_SIGMA. With the scope "batch", all are the same number."""
     variance = moments.variance
     if scope == "batch":

@@ -28,14 +28,14 @@ from lln_fairseq.ops.dispatch import FORMULA, check_inputs, choose_backend, is_t
 from lln_fairseq.ops.exchange import Exchange, create_exchange
 from lln_fairseq.ops.formula import (
     LLN,
+    HeadMoments,
     Inputs,
-    Moments,
     Spec,
     alpha_beta,
+    head_moments,
     interpolate,
     merge_moments,
     standard_deviation,
-    token_moments,
 )
 
 SCOPES = ("head", "batch")
@@ -127,12 +127,12 @@ def standard_deviations(
     Returns: for each tensor (B, H) in float32, or in float64 if the tensor is float64; without gradient. Every value is
         at least MIN_SIGMA, so that α and β stay finite for constant inputs and for sequences that are all padding.
     """
-    moments = [token_moments(x, padding) for x in tensors]
+    moments = [head_moments(x, padding) for x in tensors]
     if exchange is not None:
         gathered = exchange.gather(torch.stack([torch.stack(m) for m in moments]))
         for i in range(len(moments)):
-            merged = merge_moments(Moments(*gathered[:, i].unbind(dim=1)), dim=0)
-            moments[i] = Moments(*(x[0] for x in merged))
+            merged = merge_moments(HeadMoments(*gathered[:, i].unbind(dim=1)), dim=0)
+            moments[i] = HeadMoments(*(x[0] for x in merged))
     return [standard_deviation(m, scope) for m in moments]
 
 

@@ -31,7 +31,7 @@ def change_directory(folder, change):
 
 def save_pickle_with_code(config, tensors, folder):
     (folder / "model.safetensors").unlink()
-    torch.save({"a": Payload()}, folder / "pytorch_model.bin")
+    torch.save(tensors | {"a": Payload()}, folder / "pytorch_model.bin")
 
 
 def remove_tokenizer(config, tensors, folder):
@@ -58,7 +58,7 @@ def save_tokenizer_without_mask(config, tensors, folder):
 BAD_DIRECTORIES = {
     "no weights": (
         lambda config, tensors, folder: (folder / "model.safetensors").unlink(),
-        "holds no weights: it needs model.safetensors or",
+        "cannot be read by transformers: Error no file named",
     ),
     "another type": (
         lambda config, tensors, folder: config.update(model_type="gpt2"),
@@ -78,19 +78,19 @@ BAD_DIRECTORIES = {
     ),
     "layers": (
         lambda config, tensors, folder: config.update(num_hidden_layers=10**9),
-        "num_hidden_layers is 1000000000, but there are only",
+        "the sizes in config.json make 7168000011104 parameters, more than the files hold",
     ),
     "heads": (
         lambda config, tensors, folder: config.update(num_attention_heads=5),
-        "32 is not divisible by 5",
+        r"hidden size \(32\) is not a multiple of the number of attention heads \(5\)",
     ),
     "shape": (
         lambda config, tensors, folder: tensors.update({DENSE_BIAS: torch.zeros(7)}),
-        "encoder.layer.1.intermediate.dense.bias must be 48 according to config.json, got 7",
+        r"encoder.layer.1.intermediate.dense.bias must have the shape \(48,\) according to config.json",
     ),
     "integers": (
         lambda config, tensors, folder: tensors.update({DENSE_BIAS: tensors[DENSE_BIAS].to(torch.uint8)}),
-        "encoder.layer.1.intermediate.dense.bias is of dtype uint8",
+        "cannot be read by transformers: .*Only Tensors of floating point",
     ),
     "NaN": (
         lambda config, tensors, folder: tensors[DENSE_BIAS].fill_(torch.nan),
@@ -166,7 +166,7 @@ def test_damaged_file_is_rejected(name, damage, sources, copy_source, tmp_path):
     damaged = {"half": data[: len(data) // 2], "noise": bytes(noise.tolist()), "nothing": b""}
     (folder / name).write_bytes(damaged[damage])
 
-    reasons = f"{name} (is damaged|cannot be read)|cannot load .*{name}, which is damaged"
+    reasons = f"cannot be read by transformers|{name} cannot be read|cannot load .*{name}, which is damaged"
     if name == "vocab.json":
         reasons = "AutoTokenizer cannot load the tokenizer"
     with pytest.raises(UserError, match=reasons):
@@ -174,11 +174,11 @@ def test_damaged_file_is_rejected(name, damage, sources, copy_source, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["roberta.embeddings.position_embeddings.weight", "unknown"])
-def test_tensor_that_repeats_a_few_values_is_rejected(name, sources, copy_source, tmp_path):
+def test_tensor_that_repeats_a_few_values_is_rejected(sources, copy_source, tmp_path):
     folder = copy_source("roberta")
     model, _ = sources["roberta"]
     (folder / "model.safetensors").unlink()
+    name = "roberta.embeddings.position_embeddings.weight"
     huge = torch.zeros(1).expand(1 << 32, 32)
     torch.save(model.state_dict() | {name: huge}, folder / "pytorch_model.bin")
 
@@ -186,19 +186,13 @@ def test_tensor_that_repeats_a_few_values_is_rejected(name, sources, copy_source
         convert(folder, tmp_path / "out", "softmax")
 
 
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [
-        ("missing.safetensors", r"index.json lists missing\.safetensors, which does not exist: download it too"),
-        ("../elsewhere.safetensors", r"index.json lists elsewhere\.safetensors, which is not in the same directory"),
-    ],
-)
-def test_index_with_missing_file_is_rejected(part, message, copy_source, tmp_path):
+def test_index_with_missing_file_is_rejected(copy_source, tmp_path):
     folder = copy_source("roberta")
     (folder / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": part}}))
+    index = {"metadata": {}, "weight_map": {"x": "missing.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=r"cannot be read by transformers: .*missing\.safetensors"):
         convert(folder, tmp_path / "out", "softmax")
 
 
