@@ -27,7 +27,7 @@ from lln_fairseq.conversion.parameter_names import (
 from lln_fairseq.conversion.read_tokenizer import SourceVocabulary, read_vocabulary
 from lln_fairseq.conversion.sentence_pooling import check_prompts, locate_model, read_lower_case, read_pooling
 from lln_fairseq.conversion.silence import silence
-from lln_fairseq.errors import UserError
+from lln_fairseq.errors import UserError, first_line
 from lln_fairseq.models.adapt import EMBEDDING, POSITIONS
 from lln_fairseq.text.special_symbols import PAD
 
@@ -124,7 +124,6 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
     if lower_case:
         notes.append("texts are put into lower case, as do_lower_case says")
 
-    check_weights({name.hugging_face: tensors[name.hugging_face] for name in names}, directory)
     parameters = {name.fairseq: tensors[name.hugging_face] for name in names}
     options = _read_options(config)
     unused_rows = 0
@@ -151,11 +150,9 @@ def _load_model(directory: Path) -> tuple[Any, dict[str, Any]]:
     """
     from transformers import AutoConfig, AutoModelForMaskedLM  # here, because importing it takes seconds
 
-    pickles = list(directory.glob("pytorch_model*.bin"))
-    for file in pickles:  # transformers does not say which code a file wants to run, or that a number has changed
-        load_plain_data(str(file))
-        verify_checksums(str(file))
-    files = [*directory.glob("*.safetensors"), *pickles]
+    files = list(directory.glob("model*.safetensors")) or list(directory.glob("pytorch_model*.bin"))
+    for file in files:
+        _check_file(file)
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     try:
         with silence():
@@ -182,6 +179,27 @@ def _load_model(directory: Path) -> tuple[Any, dict[str, Any]]:
         expected = tuple(model.state_dict()[name].shape)
         raise UserError(f"{directory}: {_without_prefix(name)} must have the shape {expected} according to {CONFIG}")
     return model.eval(), loading_info
+
+
+def _check_file(file: Path) -> None:
+    """Raise UserError for what transformers accepts without a word, such as integers, or reports without the reason."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if file.suffix == ".safetensors":
+        try:
+            tensors = load_file(file)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise UserError(f"{file} is damaged: {first_line(error)}") from error
+    else:
+        tensors = load_plain_data(str(file))
+        verify_checksums(str(file))
+    weights = {}
+    for name, value in tensors.items():
+        name = _without_prefix(str(name))
+        if isinstance(value, Tensor) and CONVERTED_PARTS.match(name) and not name.endswith("_ids"):
+            weights[name] = value
+    check_weights(weights, file)
 
 
 def _without_prefix(name: str) -> str:
