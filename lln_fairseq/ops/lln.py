@@ -30,9 +30,19 @@ from lln_fairseq.ops.dispatch import (
     scalar_per_head,
 )
 from lln_fairseq.ops.exchange import create_exchange
-from lln_fairseq.ops.formula import AVERAGE, DIAG, JOINT, LLN, Inputs, Spec, compute_dtype
+from lln_fairseq.ops.formula import (
+    AVERAGE,
+    DIAG,
+    JOINT,
+    LLN,
+    Inputs,
+    Spec,
+    key_features,
+    load_heads,
+    query_features,
+    sum_keys,
+)
 from lln_fairseq.ops.global_tokens import attend_from_global_tokens
-from lln_fairseq.ops.linear_attention import balanced_features
 from lln_fairseq.ops.moment_matching import match_moments_pytorch
 
 MIXES = ("average", "joint_offset")  # formulas that combine LLN and block-diagonal softmax
@@ -169,10 +179,11 @@ def lln_features(
     Returns: two tensors (B, H, N, D) in float32, or in float64 for float64 inputs. W is 0 for padding keys.
     Raises: ValueError if alpha or beta does not broadcast to (B, H). Nothing else is checked.
     """
-    dtype = compute_dtype(q.dtype)
-    x = scalar_per_head(alpha, q, "alpha")[..., None, None] * q.to(dtype)
-    y = scalar_per_head(beta, q, "beta")[..., None, None] * k.to(dtype)
-    return balanced_features(x, y, key_padding_mask)
+    alpha = scalar_per_head(alpha, q, "alpha")
+    beta = scalar_per_head(beta, q, "beta")
+    heads = load_heads(Spec(LLN), Inputs(q, k, k, alpha, beta, padding=key_padding_mask))
+    sums = sum_keys(heads)
+    return query_features(heads, sums).view(q.shape), key_features(heads, sums).view(k.shape)
 
 
 def block_diag(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, block_size: int, dropout_p: float) -> Tensor:

@@ -8,7 +8,7 @@ and with the sums over the keys j that are not padding, the output is A S, where
 
     L_m = logsumexp_j y_jm        W_jm = exp(y_jm - L_m)        A_im = softmax_m(x_im + L_m)        S = Wᵀ v
 
-As in `linear_attention.balanced_features`, nothing overflows, and no epsilon is needed.
+As in LLN attention, nothing overflows, and no epsilon is needed.
 
 M is several times D, so the heads are computed in groups, and no tensor of features is kept beyond its group. Given x
 and y, this is LLN attention, with M features in place of D, and backends/torch.py has its gradients.
@@ -36,7 +36,6 @@ from lln_fairseq.ops.backends.torch import (
 )
 from lln_fairseq.ops.dispatch import check_inputs, differentiable_gradients, fresh_result, is_traced_or_transformed
 from lln_fairseq.ops.formula import LLN, Heads, Inputs, KeySums, Spec, clear_padding, compute_dtype
-from lln_fairseq.ops.linear_attention import balanced_features, linear_attention
 
 
 @without_autocast
@@ -74,19 +73,19 @@ def log_features(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
     return q @ omega, k @ omega - k.square().sum(dim=-1, keepdim=True) / (2 * math.sqrt(q.shape[-1]))
 
 
+def balanced_features(q: Tensor, k: Tensor, omega: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return A and W (B, H, N, M), in the dtype of `log_features`. W is 0 for padding keys."""
+    heads = _load_features(Inputs(q, k, k, padding=padding), omega, slice(None))
+    sums = formula.sum_keys(heads)
+    shape = (*q.shape[:-1], omega.shape[1])
+    return formula.query_features(heads, sums).view(shape), formula.key_features(heads, sums).view(shape)
+
+
 def _formula(q: Tensor, k: Tensor, v: Tensor, omega: Tensor, padding: Tensor | None) -> Tensor:
-    """Compute the attention in plain operations of torch.
-
-    Args:
-        q, k, v: (B, H, N, D), finite at padding positions.
-        omega: ω, (D, M).
-        padding: bool (B, N), True = padded, or None.
-
-    Returns: (B, H, N, D) in the dtype of v.
-    """
-    x, y = log_features(q, k, omega)
-    a, w = balanced_features(x, y, padding)
-    return linear_attention(a, w, v, padding)
+    """Compute the attention (B, H, N, D) in plain operations of torch, in the dtype of v."""
+    heads = _load_features(Inputs(q, k, v, padding=padding), omega, slice(None))
+    sums = formula.sum_keys(heads)
+    return (formula.query_features(heads, sums) @ sums.state).reshape(v.shape).to(v.dtype)
 
 
 class RandomFeatureFunction(torch.autograd.Function):

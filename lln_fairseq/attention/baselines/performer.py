@@ -9,8 +9,7 @@ from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops import reference
 from lln_fairseq.ops.formula import compute_dtype
-from lln_fairseq.ops.linear_attention import balanced_features
-from lln_fairseq.ops.random_features import log_features, random_feature_attention
+from lln_fairseq.ops.random_features import balanced_features, random_feature_attention
 
 
 @dataclass
@@ -66,8 +65,7 @@ class PerformerAttention(Attention):
         They are φ times factors that cancel in P: one for each query and one for each feature. These keep the features
         from overflowing.
         """
-        log_phi_q, log_phi_k = log_features(q, k, self.omega(q.dtype))
-        return balanced_features(log_phi_q, log_phi_k, context.padding)
+        return balanced_features(q, k, self.omega(q.dtype), context.padding)
 
     def omega(self, dtype: torch.dtype) -> Tensor:
         """Return a copy of ω / D^¼ as (D, M), in float64 if `dtype` is float64 and otherwise in float32.
