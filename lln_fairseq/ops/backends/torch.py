@@ -1,6 +1,6 @@
 """Hybrid attention in PyTorch on every device and dtype: formula.py for a group of heads after another, and gradients.
 
-A group is so small that its dozen temporary tensors stay in the cache. Let x = α q and y = β k, and let the tensor `do` be
+A group is so small that its dozen temporary tensors stay in the cache. Let x = α q, y = β k, and let the tensor `do` be
 the gradient of the output times the weight of LLN. The gradients of LLN are
 
     dA = do Sᵀ        dx = A (dA - Σ_d A dA)        dS = Aᵀ do        g = (S dSᵀ)_dd - Σ_i dx_id
