@@ -92,8 +92,8 @@ def _is_temporary(candidate: Path, path: Path) -> bool:
 def lock_file(handle: int, wait: bool = False) -> bool:
     """Lock an open file or directory, given by its descriptor, until it is closed. With `wait`, wait for the lock.
 
-    The result is False if another process holds the lock. It is True if the lock was obtained, and also if the file
-    system does not support locks.
+    The result is False if another process holds the lock, or this process through another descriptor. It is True if the
+    lock was obtained, and also if the file system does not support locks.
     """
     operation = fcntl.LOCK_EX
     if not wait:

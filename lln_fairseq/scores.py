@@ -86,10 +86,13 @@ class ClassCounts:
 def pearson(x: np.ndarray, y: np.ndarray) -> float:
     """Return Pearson's correlation of x (rows,) and y (rows,), computed in float64.
 
-    If x or y is constant, return 0. The result is not clipped, so rounding can make it slightly exceed ±1.
+    If x or y is constant, or has a NaN or infinite value, return 0. The result is not clipped, so rounding can make it
+    slightly exceed ±1.
     """
     x = np.asarray(x, dtype=np.float64)
     y = np.asarray(y, dtype=np.float64)
+    if (x == x[0]).all() or (y == y[0]).all():  # the rounded mean can differ from the constant
+        return 0.0
     x = x - x.mean()
     y = y - y.mean()
     spread = np.sqrt((x @ x) * (y @ y))

@@ -36,6 +36,7 @@ def test_constant_predictions_have_no_correlation():
     counts = ClassCounts.from_predictions(predictions, torch.tensor([0, 1, 0, 1, 1]), num_classes=2)
     assert (counts.mcc, counts.f1, counts.accuracy) == (0.0, 0.0, 0.4)
     assert pearson(np.ones(4), np.arange(4)) == 0.0
+    assert pearson(np.full(7, 0.1), np.full(7, 0.7)) == 0.0
     assert spearman(np.arange(4), np.ones(4)) == 0.0
 
 

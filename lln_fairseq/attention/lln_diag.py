@@ -79,9 +79,6 @@ class LLNDiagAttention(MomentMatchedAttention):
         beta: float | Tensor | None = config.beta
         if self.log_gain is not None:
             alpha, beta = self.alpha_beta(q, k, context)
-        global_tokens = None
-        if self.global_tokens != NO_GLOBAL_TOKENS:
-            global_tokens = self._count_global_tokens(context)
         return lln_diag_attention(
             q,
             k,
@@ -96,16 +93,14 @@ class LLNDiagAttention(MomentMatchedAttention):
             mix=config.mix,
             mix_parameter=self.offset,
             group=context.group,
-            global_tokens=global_tokens,
+            global_tokens=self._count_global_tokens(context),
         )
 
     def attention_matrix(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         alpha, beta = self.alpha_beta(q, k, context)
         if self.offset is None:
             return reference.lln_diag_matrix(q, k, alpha, beta, self.block_size, context.padding)
-        global_tokens = None
-        if self.global_tokens != NO_GLOBAL_TOKENS:
-            global_tokens = self._count_global_tokens(context)
+        global_tokens = self._count_global_tokens(context)
         offset = torch.as_tensor(self.offset)
         return reference.joint_matrix(q, k, alpha, beta, self.block_size, offset, context.padding, global_tokens)
 
@@ -125,11 +120,13 @@ class LLNDiagAttention(MomentMatchedAttention):
             diag.log_gain = self.log_gain
         return {"LLN only": lln, "Diag only": diag}
 
-    def _count_global_tokens(self, context: Context) -> int | Tensor:
-        """Return the number of global tokens: an int, or for "first_segment" one per sequence, (B,), at most 128.
+    def _count_global_tokens(self, context: Context) -> int | Tensor | None:
+        """Return the number of global tokens: None, an int, or for "first_segment" at most 128 per sequence, (B,).
 
         For "first_segment", ValueError is raised if the context does not have the lengths of the first segments.
         """
+        if self.global_tokens == NO_GLOBAL_TOKENS:
+            return None
         if self.global_tokens != FIRST_SEGMENT:
             return int(self.global_tokens)
         if context.first_lengths is None:

@@ -144,7 +144,10 @@ def modeling_files() -> dict[str, bytes]:
 
 
 def _check_options(args: Any, attention_options: Mapping[str, Any]) -> None:
-    """Raise UserError for an attention, or an option of it or of the model, that cannot be exported."""
+    """Raise UserError for an attention or an option that cannot be exported.
+
+    Only the options in REQUIRED_OPTIONS and MODELING_OPTIONS are checked. A missing option counts as supported.
+    """
     exportable = (STOCK_ATTENTION, *MODELING_ATTENTIONS)
     if args.attention not in exportable:
         raise UserError(f"the attention {args.attention} cannot be exported: choose from {', '.join(exportable)}")

@@ -89,8 +89,9 @@ def keep_threshold(dropout: float) -> int:
 def choose_backend(backend: str, spec: Spec, inputs: Inputs) -> str:
     """Return the name of the backend that computes a call: "torch", "triton", "cpu" or FORMULA.
 
-    "auto" selects the kernels for the device of q, or "torch" if they cannot run. Raises ValueError if the backend is
-    unknown, or if it is not "auto" and cannot run on these inputs.
+    "auto" selects the kernels for the device of q, or "torch" if they cannot run. FORMULA replaces "torch" for inputs
+    that are traced or transformed, and every backend for tensors without elements. ValueError is raised if the backend
+    is unknown, or if it names kernels that cannot run on these inputs, for example because they are traced.
     """
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend '{backend}', choose from {', '.join(BACKENDS)}")

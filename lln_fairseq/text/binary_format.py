@@ -129,7 +129,7 @@ def read_dataset(prefix: str | Path) -> Samples | None:
 def _read_files(index: Path, data: Path) -> Samples | None:
     with index.open("rb") as file:
         header = file.read(HEADER.size)
-    if not header.startswith(MAGIC[:-1]):
+    if not header.startswith(MAGIC[:-1]) and len(header) >= len(MAGIC):
         return None
     magic, version, code, samples = HEADER.unpack(header.ljust(HEADER.size, b"\0"))
     is_known = magic == MAGIC and version == VERSION and code in TYPE_CODES
@@ -170,8 +170,8 @@ def iterate_chunks(array: np.ndarray) -> Iterator[np.ndarray]:
 def count_dataset(prefix: Path, size: int) -> DatasetCounts:
     """Read the data set `prefix`, check its ids, and return its statistics.
 
-    UserError is raised if the data set is missing or damaged, a sample does not end with </s>, or an id is `size` or
-    more. `size` is the number of symbols of the dictionary with its special symbols.
+    UserError is raised if the data set is missing or damaged, a sample does not end with </s>, or an id is negative or
+    at least `size`. `size` is the number of symbols of the dictionary with its special symbols.
     """
     samples = read_dataset(prefix)
     if samples is None:
@@ -180,7 +180,7 @@ def count_dataset(prefix: Path, size: int) -> DatasetCounts:
     message = f"{prefix}.bin is damaged: samples must end with </s>, and ids must be below {size}"
     by_id = np.zeros(size, dtype=np.int64)
     for id_chunk in iterate_chunks(ids):
-        if id_chunk.max() >= size:
+        if id_chunk.min() < 0 or id_chunk.max() >= size:
             raise UserError(message)
         by_id += np.bincount(id_chunk, minlength=size)
     if lengths.min() < 1:

@@ -264,9 +264,11 @@ def check_restore_file(cfg: Any) -> None:
 
 
 def check_precision(cfg: Any) -> None:
-    """Raise UserError for two kinds of half precision, and for one that fairseq ignores or the device cannot run.
+    """Raise UserError for settings of half precision that exclude each other, that fairseq ignores, or that need a GPU.
 
-    bf16 and fp16 with memory_efficient_fp16 or fp16_no_flatten_grads work without a GPU; amp and plain fp16 do not.
+    fairseq ignores memory_efficient_fp16 without fp16, and memory_efficient_bf16 without bf16. Without a GPU or with
+    --cpu, bf16 works, and so does fp16 with memory_efficient_fp16 or fp16_no_flatten_grads; amp and plain fp16 do not.
+    What a GPU itself supports is not checked.
     """
     common = cfg.common
     kinds = [kind for kind in ("fp16", "bf16", "amp") if common[kind]]

@@ -154,7 +154,11 @@ def prepare_both(name: str, length: int, args: argparse.Namespace) -> Callable[[
 
 
 def results_table(rows: list[Row], names: list[str]) -> str:
-    """Return the rows as a table with their speed compared with SDPA, and the growth of the times with length."""
+    """Return the rows as a table with their speed compared with SDPA, and the growth of the times with length.
+
+    There must be a row of SDPA for every length. The growth is that of forward + backward from LONG tokens on. It is
+    left out for an attention with fewer than two such lengths.
+    """
     baseline = {row.length: row for row in rows if row.attention == SDPA}
     cells = [["attention", "N", "forward [ms]", "vs sdpa", "forward+backward [ms]", "vs sdpa", "memory"]]
     if any(row.floors for row in rows):

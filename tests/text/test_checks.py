@@ -83,6 +83,7 @@ def copy_files(source, target):
         ("train.bin", overwrite(10, "<H", 64), r"holds the id 64, but .*dict\.txt has 64 symbols"),
         ("train.idx", lambda content: content[:-2], r"train\.idx is damaged or cut off"),
         ("train.idx", lambda content: content[:20], r"train\.idx is damaged or cut off"),
+        ("train.idx", lambda content: b"", r"train\.idx is damaged or cut off"),
         ("train.idx", overwrite(8, "<B", 1), r"train\.idx is damaged or cut off"),
         ("train.idx", overwrite(17, "<B", 6), r"train\.idx is damaged or cut off"),
         ("train.idx", overwrite(18, "<Q", 2**60), r"train\.idx is damaged or cut off"),

@@ -109,8 +109,9 @@ def norm_attention(
 
 @without_autocast
 def block_relu_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int, dropout_p: float) -> Tensor:
-    """Compute RMSNorm(ReLU(q kᵀ / √D) v) within blocks of tokens (ReLA, arXiv 2104.07012); v must be 0 at padding.
+    """Compute RMSNorm(ReLU(q kᵀ / √D) v) within blocks of tokens (ReLA, arXiv 2104.07012), in the dtype of v.
 
+    The computation is in float32, or in float64 if v is float64. At padding, q and k must be finite and v must be 0.
     The norm is over all heads of a token. The output is 0 for a token without a positive score in any head. The last
     block may be shorter. Dropout applies whenever `dropout_p` is not 0, also in evaluation.
     """
