@@ -10,6 +10,10 @@ are computed in another basis and weighted by e^{βc}. The reparameterization is
 end it is folded into their projections, so it costs nothing afterwards. The parameters of the linear attention itself
 are learned at the same time.
 
+With rotary positions, q and k are rotated between their projections and the attention. Then only what commutes with
+that rotation can be folded: R rotates each pair of features f and f + D/2 by an angle of its own, both features of a
+pair have the same scale, and there is no shift.
+
 Each layer has its own loss, and its input is always the teacher's hidden states. The loss is ‖W (o - o')‖² / ‖W o'‖²,
 summed over the tokens that are not padding. Here o is the output of the student's heads, o' is the output of the
 teacher's heads, and W is the output projection.
@@ -24,6 +28,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lln_fairseq.attention import Attention, Context
@@ -48,13 +53,22 @@ class QKReparameterization(nn.Module):
     The layer has H = num_heads heads with D = head_dim features each. Each head has a rotation R = exp(X - Xᵀ), a scale
     d = exp(s) and a shift c of the keys. The parameters X, s and c are `generator`, `log_scale` and `key_shift`. They
     start at 0, so that q and k are unchanged at first.
+
+    If the layer has rotary positions, the parameters are the angles and the logarithmic scales of the D/2 pairs of
+    features: `angle` takes the place of `generator`, and `key_shift` is None.
     """
 
-    def __init__(self, num_heads: int, head_dim: int) -> None:
+    def __init__(self, num_heads: int, head_dim: int, rotary: bool = False) -> None:
         super().__init__()
-        self.generator = nn.Parameter(torch.zeros(num_heads, head_dim, head_dim))
-        self.log_scale = nn.Parameter(torch.zeros(num_heads, 1, head_dim))
-        self.key_shift = nn.Parameter(torch.zeros(num_heads, 1, head_dim))
+        self.rotary = rotary
+        if rotary:
+            self.angle = nn.Parameter(torch.zeros(num_heads, head_dim // 2))
+            self.log_scale = nn.Parameter(torch.zeros(num_heads, 1, head_dim // 2))
+            self.key_shift: nn.Parameter | None = None
+        else:
+            self.generator = nn.Parameter(torch.zeros(num_heads, head_dim, head_dim))
+            self.log_scale = nn.Parameter(torch.zeros(num_heads, 1, head_dim))
+            self.key_shift = nn.Parameter(torch.zeros(num_heads, 1, head_dim))
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Return the matrices that multiply the queries and the keys.
@@ -62,13 +76,24 @@ class QKReparameterization(nn.Module):
         Returns: for the queries, R with its columns multiplied by d; for the keys, R with its columns divided by d;
             both (H, D, D)
         """
-        rotation = torch.matrix_exp(self.generator - self.generator.mT)
-        return rotation * self.log_scale.exp(), rotation * (-self.log_scale).exp()
+        if self.rotary:
+            half = self.angle.shape[-1]
+            generator = F.pad(self.angle.diag_embed(), (half, 0, 0, half))  # the angle of f in row f, column f + D/2
+            log_scale = self.log_scale.repeat(1, 1, 2)
+        else:
+            generator = self.generator
+            log_scale = self.log_scale
+        rotation = torch.matrix_exp(generator - generator.mT)
+        return rotation * log_scale.exp(), rotation * (-log_scale).exp()
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Return the reparameterized queries and keys, both (B, H, N, D) like q and k."""
         q_factor, k_factor = self.factors()
-        return q @ q_factor, k @ k_factor + self.key_shift
+        q = q @ q_factor
+        k = k @ k_factor
+        if self.key_shift is not None:
+            k = k + self.key_shift
+        return q, k
 
     @torch.no_grad()
     def fold(self, q_proj: nn.Linear, k_proj: nn.Linear) -> None:
@@ -87,16 +112,17 @@ class QKReparameterization(nn.Module):
             folded_bias = bias.double()[:, None] @ factor.double()
             projection.weight.copy_(folded_weight.flatten(0, 1))
             projection.bias.copy_(folded_bias.flatten())
-        k_proj.bias.add_(self.key_shift.flatten())
+        if self.key_shift is not None:
+            k_proj.bias.add_(self.key_shift.flatten())
 
 
 class Student(nn.Module):
     """The linear attention of one layer, applied to reparameterized queries and keys."""
 
-    def __init__(self, attention: Attention, num_heads: int, head_dim: int) -> None:
+    def __init__(self, attention: Attention, num_heads: int, head_dim: int, rotary: bool = False) -> None:
         super().__init__()
         self.attention = attention
-        self.alignment = QKReparameterization(num_heads, head_dim)
+        self.alignment = QKReparameterization(num_heads, head_dim, rotary)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """Reparameterize q and k, and compute the output of the linear attention, (B, H, N, D)."""

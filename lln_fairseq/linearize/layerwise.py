@@ -54,7 +54,10 @@ class Students(LayerwiseTrainer):
             raise UserError(str(error)) from None
         for number, module in enumerate(attentions):
             module.set_depth(number, len(attentions))
-        self.students = [Student(module, teacher.num_heads, teacher.head_dim).eval() for module in attentions]
+        self.students = []
+        for module in attentions:
+            student = Student(module, teacher.num_heads, teacher.head_dim, teacher.rotary)
+            self.students.append(student.eval())
         super().__init__(nn.ModuleList(self.students).to(teacher.q_proj.weight.device), lr, steps, seed)
 
     def errors(self, tokens: Tensor, first_lengths: Tensor | None = None) -> list[Tensor]:

@@ -21,14 +21,11 @@ from lln_fairseq.models import LLNRobertaModel
 
 
 def require_softmax(teacher: Path) -> None:
-    """Raise UserError if the checkpoint cannot be read, has an attention other than softmax, or rotary positions."""
+    """Raise UserError if the checkpoint cannot be read or has an attention other than softmax."""
     options = stored_options(load_checkpoint_lazily(str(teacher)))["model"]
     attention = options.get("attention", STOCK_ATTENTION)
     if attention != STOCK_ATTENTION:
         raise UserError(f"{teacher} has {attention} attention, but a teacher must have softmax: give another TEACHER")
-    if options.get("rotary"):
-        # The stages change queries and keys in their projections, which is before the rotation.
-        raise UserError(f"{teacher} has rotary positions, which linearize does not support: give another TEACHER")
 
 
 def load_teacher(path: Path, data: Path) -> tuple[LLNRobertaModel, Any]:

@@ -12,18 +12,19 @@ from lln_fairseq.linearize.attention_transfer import (
     TokenStream,
     relative_error,
 )
+from lln_fairseq.ops.rotary import rotary_factors, rotate
 from tests.helpers import random_padding, random_qkv, relative_rms
 
 HEADS = 3
 DIM = 32
 
 
-def random_reparameterization():
+def random_reparameterization(rotary=False):
     torch.manual_seed(1)
-    reparameterization = QKReparameterization(HEADS, DIM)
-    with torch.no_grad():
-        for parameter, size in zip(reparameterization.parameters(), (0.3, 0.5, 1.0), strict=True):
-            parameter.normal_(0, size)
+    reparameterization = QKReparameterization(HEADS, DIM, rotary)
+    sizes = {"generator": 0.3, "angle": 1.0, "log_scale": 0.5, "key_shift": 1.0}
+    for name, parameter in reparameterization.named_parameters():
+        nn.init.normal_(parameter, std=sizes[name])
     return reparameterization
 
 
@@ -31,28 +32,45 @@ def attention(name, **options):
     return build_attention(name, num_heads=HEADS, head_dim=DIM, max_positions=200, **options)
 
 
+@pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("name", ["softmax", "block_diag"])
-def test_reparameterization_does_not_change_softmax(name):
+def test_reparameterization_does_not_change_softmax(name, rotary):
     q, k, v = random_qkv()
     mask = random_padding(2, 97)
     plain = attention(name)
-    student = Student(attention(name), HEADS, DIM)
+    student = Student(attention(name), HEADS, DIM, rotary)
     assert torch.equal(student(q, k, v, Context(mask)), plain(q, k, v, Context(mask)))  # it starts as the identity
 
-    student.alignment = random_reparameterization()
+    student.alignment = random_reparameterization(rotary)
 
     assert relative_rms(student.alignment(q, k)[0], q) > 0.5
     assert relative_rms(student(q, k, v, Context(mask)), plain(q, k, v, Context(mask))) < 1e-5
 
 
-def test_each_parameter_of_the_reparameterization_changes_lln():
+@pytest.mark.parametrize("rotary", [False, True])
+def test_reparameterization_with_rotary_commutes_with_positions(rotary):
+    q, k, _ = random_qkv()
+    positions = torch.arange(q.shape[2])
+    factors = rotary_factors(positions, DIM, torch.float32)
+    reparameterization = random_reparameterization(rotary)
+    with torch.no_grad():
+        before = [rotate(x, factors) for x in reparameterization(q, k)]
+        after = reparameterization(rotate(q, factors), rotate(k, factors))
+    for x, y in zip(before, after, strict=True):
+        assert (relative_rms(x, y) < 1e-5) == rotary
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+def test_each_parameter_of_the_reparameterization_changes_lln(rotary):
     q, k, v = random_qkv()
     lln = attention("lln")
-    for kept in range(3):
-        student = Student(lln, HEADS, DIM)
-        student.alignment = random_reparameterization()
-        for number, parameter in enumerate(student.alignment.parameters()):
-            if number != kept:
+    names = [name for name, _ in random_reparameterization(rotary).named_parameters()]
+    assert len(names) == (2 if rotary else 3)
+    for kept in names:
+        student = Student(lln, HEADS, DIM, rotary)
+        student.alignment = random_reparameterization(rotary)
+        for name, parameter in student.alignment.named_parameters():
+            if name != kept:
                 nn.init.zeros_(parameter)
         assert relative_rms(student(q, k, v, Context()), lln(q, k, v)) > 0.05
 

@@ -29,19 +29,32 @@ SHORT = ("--steps", 2, "--tokens", 64)
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
-    """Train a small model with softmax attention, widen its attention scores, and return its path and its data."""
+    """Train a small model with softmax attention, and return its path and its data."""
     folder = tmp_path_factory.mktemp("teacher")
+    data = make_corpus(folder / "data", SIZES)
+    return train_teacher(folder, data), data
+
+
+@pytest.fixture(scope="module")
+def rotary_teacher(tmp_path_factory):
+    """Train a small pre-norm model with softmax attention and rotary positions, and return its path and its data."""
+    folder = tmp_path_factory.mktemp("rotary_teacher")
+    data = make_corpus(folder / "data", SIZES)
+    return train_teacher(folder, data, "--rotary", "--encoder-normalize-before"), data
+
+
+def train_teacher(folder, data, *options):
+    """Train a small model with softmax attention, widen its attention scores, and return its path."""
     monkeypatch = pytest.MonkeyPatch()
     with monkeypatch.context():
-        data = make_corpus(folder / "data", SIZES)
-        train(monkeypatch, folder / "log", data, folder / "run", *SOFTMAX, "--max-update", 2)
+        train(monkeypatch, folder / "log", data, folder / "run", *SOFTMAX, *options, "--max-update", 2)
     path = folder / "run" / "checkpoint_last.pt"
     state = torch.load(path, weights_only=False)
     for name, value in state["model"].items():
         if re.search(r"\.[qk]_proj\.(weight|bias)", name):
             value.copy_(torch.randn(value.shape, generator=torch.Generator().manual_seed(len(name))) * 0.35)
     torch.save(state, path)
-    return path, data
+    return path
 
 
 # A program that locks a file until it is killed.
@@ -111,6 +124,44 @@ def test_transfer_reduces_errors_and_keeps_softmax(teacher, tmp_path, capsys):
     assert run(path, data, out, *OPTIONS) == 0
     assert "is complete" in capsys.readouterr().out
     assert list((out / "tensorboard").iterdir())
+
+
+def test_rotary_pre_norm_teacher(rotary_teacher, tmp_path, capsys):
+    path, data = rotary_teacher
+    out = tmp_path / "out"
+
+    assert run(path, data, out, *OPTIONS, "--softmax-layers", "0") == 0
+
+    errors = before_and_after(r"error of layer +\d+", capsys.readouterr().out)
+    assert len(errors) == 2
+    assert all(after < 0.8 * before for before, after in errors), errors
+    teacher_state = torch.load(path, weights_only=False)["model"]
+    name = "encoder.sentence_encoder.layers.1.self_attn.q_proj.weight"
+    assert relative_rms(parameters_of(out)[name], teacher_state[name]) > 0.1
+    linear, _ = load_model(str(out / "model.pt"))
+    assert linear.args.rotary
+    assert linear.args.encoder_normalize_before
+    attentions = [type(layer.self_attn.attention).__name__ for layer in linear.encoder.sentence_encoder.layers]
+    assert attentions == ["SoftmaxAttention", "LLNDiagAttention"]
+    # The projections have changed, but softmax attention with them has not.
+    convert(out / "model.pt", tmp_path / "softmax", "softmax", dictionary=out / "dict.txt")
+    softmax = features_of(tmp_path / "softmax" / "model.pt")
+    torch.testing.assert_close(softmax, features_of(path), rtol=1e-5, atol=1e-5)
+
+
+def test_linear_model_computes_what_the_students_computed(rotary_teacher):
+    path, _ = rotary_teacher
+    model, _ = load_model(str(path))
+    students = Students(model, "lln", {}, lr=0.01, steps=1, seed=1)
+    for student in students.students:
+        for parameter in student.alignment.parameters():
+            torch.nn.init.normal_(parameter, std=0.5)
+    with swapped_attention(students.layers, students.students):
+        expected = features(model)
+
+    students.fold()
+
+    torch.testing.assert_close(features(model), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_named_layer_of_an_encoder_keeps_softmax(teacher, tmp_path, capsys):
@@ -371,15 +422,6 @@ def test_teacher_without_softmax_is_rejected(teacher, tmp_path, monkeypatch, cap
     assert run(tmp_path / "run" / "checkpoint_last.pt", data, tmp_path / "out") == 1
 
     assert "has lln_diag attention, but a teacher must have softmax" in capsys.readouterr().err
-
-
-def test_teacher_with_rotary_positions_is_rejected(teacher, tmp_path, monkeypatch, capsys):
-    options = (*MASKED_LM, *LLN, "--attention", "softmax", "--rotary", "--max-update", 1)
-    train(monkeypatch, tmp_path / "log", teacher[1], tmp_path / "run", *options)
-
-    assert run(tmp_path / "run" / "checkpoint_last.pt", teacher[1], tmp_path / "out") == 1
-
-    assert "has rotary positions, which linearize does not support" in capsys.readouterr().err
 
 
 def test_seed_out_of_range_is_rejected(teacher, tmp_path, capsys):
