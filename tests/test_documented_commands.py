@@ -85,10 +85,10 @@ def check_fairseq_train(arguments):
     options.parse_args_and_arch(options.get_training_parser(), arguments)
 
 
-def check_fairseq_eval_lm(arguments):
-    """Parse the arguments as fairseq-eval-lm does."""
+def check_fairseq_validate(arguments):
+    """Parse the arguments as fairseq-validate does."""
     lln_fairseq.register()
-    options.parse_args_and_arch(options.get_eval_lm_parser(), arguments)
+    options.parse_args_and_arch(options.get_validation_parser(), arguments)
 
 
 def check_fairseq_preprocess(arguments):
@@ -111,7 +111,7 @@ CHECKS = {
     "lln_fairseq train": check_recipe,
     "fairseq-hydra-train": check_recipe,
     "fairseq-train": check_fairseq_train,
-    "fairseq-eval-lm": check_fairseq_eval_lm,
+    "fairseq-validate": check_fairseq_validate,
     "fairseq-preprocess": check_fairseq_preprocess,
     "scripts.research.compare_attentions": check_comparison,
 }

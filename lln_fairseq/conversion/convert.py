@@ -80,8 +80,7 @@ def convert(
 def change_max_positions(encoder: ImportedEncoder, positions: int) -> None:
     """Resize the positional table of an encoder in place, and add a note unless its size stays the same.
 
-    A longer table continues with the learned positions from the start, as Longformer does. A shorter one keeps the
-    first.
+    See `resize_positions` for the rows of a longer table.
     """
     if not 1 <= positions <= MAX_POSITIONS:
         raise UserError(f"--positions must be between 1 and {MAX_POSITIONS}, got {positions}")
@@ -89,9 +88,14 @@ def change_max_positions(encoder: ImportedEncoder, positions: int) -> None:
     if positions == learned:
         return
     table = encoder.parameters[POSITIONS]
-    encoder.parameters[POSITIONS] = resize_positions(table, positions + POSITION_OFFSET, PAD)
+    rotary = encoder.options.get("rotary", False)
+    encoder.parameters[POSITIONS] = resize_positions(table, positions + POSITION_OFFSET, PAD, rotary)
     encoder.options["max_positions"] = positions
-    if positions > learned:
+    if positions > learned and rotary:
+        encoder.notes.append(
+            f"extended to {positions} positions: the new ones are rotary, with the mean of the {learned} learned ones"
+        )
+    elif positions > learned:
         encoder.notes.append(f"extended to {positions} positions by repeating the {learned} learned ones")
     else:
         encoder.notes.append(
@@ -202,7 +206,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--positions",
         type=int,
-        help="the longest sequence (default: the source's); more positions repeat the learned ones from their start",
+        help="the longest sequence (default: the source's); more positions repeat the learned ones from their start, "
+        "unless the model has rotary positions",
     )
     parser.add_argument(
         "--dictionary", type=Path, help="dict.txt of a fairseq checkpoint (default: the one next to it)"

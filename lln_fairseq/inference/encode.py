@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--output must be a file, got {args.output}")
     reject_input_as_output(args.input, args.output)
     with open_lines(args.input) as lines:
-        model = load_text_model(args.checkpoint, args.data, args.tokenizer, args.precision)
+        model = load_text_model(args.checkpoint, args.data, args.tokenizer, args.precision, args.positions)
         vectors = model.encode_each(lines, args.pooling, args.normalize, args.on_long)
         with atomic_path(args.output) as part, part.open("wb") as file:
             try:

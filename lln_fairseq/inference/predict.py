@@ -55,6 +55,11 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
         help="cut texts that are longer than the model takes and say at the end how many, or end with an error at the "
         "first one (default: %(default)s)",
     )
+    parser.add_argument(
+        "--positions",
+        type=int,
+        help="tokens of the longest text, for a model with rotary positions (default: what it was trained with)",
+    )
 
 
 def predict_lines(args: argparse.Namespace) -> None:
@@ -64,7 +69,7 @@ def predict_lines(args: argparse.Namespace) -> None:
     reject_input_as_output(args.input, args.output)
     with ExitStack() as stack:
         lines = stack.enter_context(open_lines(args.input))
-        model = load_text_model(args.checkpoint, args.data, args.tokenizer, args.precision)
+        model = load_text_model(args.checkpoint, args.data, args.tokenizer, args.precision, args.positions)
         if not model.finetuned:
             raise UserError(f"{args.checkpoint} was not fine-tuned and has no labels to predict")
         out = stack.enter_context(_open_output(args.output))

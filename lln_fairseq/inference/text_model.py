@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, SupportsIndex
 import torch
 import torch.nn.functional as F
 from fairseq.data.data_utils import collate_tokens
+from fairseq.dataclass.utils import overwrite_args_by_name
 from fairseq.models import BaseFairseqModel
 from torch import Tensor, nn
 
@@ -366,6 +367,7 @@ def load_text_model(
     data: str | os.PathLike[str] | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
     precision: str = FLOAT32,
+    positions: int | None = None,
 ) -> TextModel:
     """Load the model of a checkpoint for use with text, in evaluation mode, on the GPU if there is one.
 
@@ -381,13 +383,17 @@ def load_text_model(
             that is not faster on this processor is not used, and a warning says so. "auto" takes the fastest whose
             relative error is below 2 %. On a GPU, with gradients, and under autocast or torch.compile, the model
             computes in float32.
+        positions: the number of tokens that a model with rotary positions shall take, which can be more than it was
+            trained with. Default: what it was trained with.
 
     Raises:
         UserError: if the checkpoint is missing, damaged or for another task, there is no tokenizer that fits its
-            dictionary, or the precision is unknown.
+            dictionary, the precision is unknown, or `positions` is given for a model without rotary positions.
     """
     checkpoint = os.fspath(checkpoint)
     state = load_checkpoint(checkpoint)
+    if positions is not None:
+        _set_positions(state["cfg"], positions, checkpoint)
     if data:
         places = [Path(data)]
     else:
@@ -403,6 +409,18 @@ def load_text_model(
     del state  # frees its weights: `use_precision` makes another copy of them
     used_precision = use_precision(model, precision)
     return TextModel(model, task, vocabulary, inputs, pooling, used_precision).eval()
+
+
+def _set_positions(config: Any, positions: int, checkpoint: str) -> None:
+    """Set the number of tokens that the model and its task take, in place. The model must have rotary positions."""
+    if positions < 1:
+        raise UserError(f"positions must be at least 1, got {positions}")
+    if not getattr(config.model, "rotary", False):
+        raise UserError(
+            f"{checkpoint} has no rotary positions and takes only as many tokens as it was trained with: leave out "
+            "positions, or extend it with `lln-fairseq convert --positions` and train it on longer texts"
+        )
+    overwrite_args_by_name(config, {"max_positions": positions, "tokens_per_sample": positions})
 
 
 def _find_vocabulary(checkpoint: str, places: list[Path], tokenizer: Any) -> tuple[Path, Any]:

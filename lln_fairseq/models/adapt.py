@@ -24,7 +24,8 @@ def adapt_state_dict(state: dict[str, Tensor], model: nn.Module) -> None:
     if POSITIONS in state and POSITIONS in model_state and len(state[POSITIONS]) != len(model_state[POSITIONS]):
         rows = len(model_state[POSITIONS])
         logger.warning(f"the table of position embeddings is resized from {len(state[POSITIONS])} rows to {rows}")
-        state[POSITIONS] = resize_positions(state[POSITIONS], rows, model.encoder.sentence_encoder.padding_idx)
+        padding_idx = model.encoder.sentence_encoder.padding_idx
+        state[POSITIONS] = resize_positions(state[POSITIONS], rows, padding_idx, model.args.rotary)
     for key in list(state):
         if ATTENTION_PARAMETERS in key and key not in model_state:
             logger.warning(f"{key} of the checkpoint is left out: this attention has no such parameter")
@@ -35,14 +36,18 @@ def adapt_state_dict(state: dict[str, Tensor], model: nn.Module) -> None:
             state[key] = value
 
 
-def resize_positions(table: Tensor, rows: int, padding_idx: int) -> Tensor:
+def resize_positions(table: Tensor, rows: int, padding_idx: int, rotary: bool = False) -> Tensor:
     """Return a table of position embeddings (rows, C) with another number of rows.
 
     The first padding_idx + 1 rows, which as in fairseq belong to no position, are kept. A shorter table has the first
-    positions. A longer table repeats the positions from the first to the last, as often as needed.
+    positions. A longer table repeats the positions from the first to the last, as often as needed. If the model also
+    has rotary positions, every new row is the mean of the positions instead: the rotation alone then tells the order.
     """
     num_special = padding_idx + 1
     positions = table[num_special:]
     num_positions = rows - num_special
+    if rotary and num_positions > len(positions):
+        new_positions = positions.mean(dim=0).expand(num_positions - len(positions), -1)
+        return torch.cat([table, new_positions])
     repeats = -(-num_positions // positions.shape[0])
     return torch.cat([table[:num_special], positions.repeat(repeats, 1)[:num_positions]])

@@ -125,7 +125,7 @@ def missing_options(config: DictConfig) -> dict[str, Any]:
     if set(SIZE_FIELDS) <= options.keys() and ARCH_MODEL_NAME_REGISTRY[stored["_name"]] == OURS:
         options["_name"] = stored["_name"]
     if is_unset("max_positions"):
-        # The data may have longer texts than the checkpoint. Its position embeddings are then repeated.
+        # The data may have longer texts than the checkpoint: `resize_positions` makes its position embeddings longer.
         data_limit = OmegaConf.select(config, "task.max_positions")
         if data_limit is None:
             data_limit = OmegaConf.select(config, "task.tokens_per_sample")

@@ -278,6 +278,56 @@ def test_stream_rejects_long_text(loaded, monkeypatch):
         next(stream)
 
 
+def make_rotary(path, folder):
+    """Write a copy of a checkpoint with rotary positions, which have no parameters, and return its path."""
+    shutil.copytree(path.parent / "tokenizer", folder / "tokenizer")
+    state = torch.load(path, weights_only=False)
+    state["cfg"]["model"]["rotary"] = True
+    torch.save(state, folder / path.name)
+    return folder / path.name
+
+
+def test_rotary_model_takes_longer_texts(runs, tmp_path, caplog):
+    path = make_rotary(runs["lm"], tmp_path)
+    model = load(path, positions=200)
+    texts = ["a wonderful film", LONG]
+
+    short, long = model.encode(texts, pooling="tokens", on_long="error")
+
+    assert len(long.vectors) == 72
+    torch.testing.assert_close(short.vectors, load(path).encode(texts[:1], pooling="tokens")[0].vectors)
+    table = model.model.encoder.sentence_encoder.embed_positions.weight
+    trained = load(path).model.encoder.sentence_encoder.embed_positions.weight
+    assert torch.equal(table[:66], trained)
+    torch.testing.assert_close(table[66:], trained[2:].mean(dim=0).expand(136, -1))
+    assert len(model.fill(f"{LONG} <mask>", on_long="error")) == 5  # a <mask> beyond the trained positions
+    assert warnings_about_cuts(caplog) == []
+
+
+def test_rotary_classifier_predicts_longer_lines(runs, tmp_path, capsys, caplog):
+    path = make_rotary(runs["SST-2"], tmp_path)
+    (tmp_path / "in").write_text(f"{LONG}\n")
+    arguments = (path, "--input", tmp_path / "in", "--on-long", "error")
+
+    assert predict(capsys, *arguments)[0] == 1
+    code, printed, _ = predict(capsys, *arguments, "--positions", 72)
+
+    assert code == 0
+    ((label, probability),) = load(path, positions=72).predict([LONG])
+    assert printed == f"{label}\t{probability:.6f}\n"
+    assert (
+        main(["encode", str(path), "--input", f"{tmp_path}/in", "--output", f"{tmp_path}/out", "--positions=72"]) == 0
+    )
+    assert np.array_equal(np.load(tmp_path / "out"), load(path, positions=72).encode([LONG]).numpy())
+    assert warnings_about_cuts(caplog) == []
+
+
+@pytest.mark.parametrize(("positions", "message"), [(200, "has no rotary positions"), (0, "must be at least 1, got 0")])
+def test_positions_that_cannot_be_had_are_rejected(positions, message, runs):
+    with pytest.raises(UserError, match=message):
+        load(runs["lm"], positions=positions)
+
+
 def test_evaluation_reports_share_of_cut_rows(glue, runs, loaded, caplog):
     model, task = load_finetuned_model(str(runs["RTE"]), str(glue / "RTE"))
     caplog.clear()

@@ -8,6 +8,7 @@ from lln_fairseq.attention import Context
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
+from lln_fairseq.models.adapt import POSITIONS
 from lln_fairseq.models.multihead_attention import LLNMultiheadAttention
 from lln_fairseq.models.token_shards import Shard
 from tests.conversion.sources import add_noise, compute_logits, padded_batch
@@ -116,5 +117,11 @@ def test_conversion_keeps_the_rotation(corpus, tmp_path, monkeypatch):
     assert torch.equal(
         compute_logits(tmp_path / "out/model.pt", padded_batch()), compute_logits(source, padded_batch())
     )
+    assert main([*arguments, str(tmp_path / "long"), "--positions", "100"]) == 0
+    longer = load_checkpoint_lazily(str(tmp_path / "long/model.pt"))["model"][POSITIONS]
+    learned = load_checkpoint_lazily(str(source))["model"][POSITIONS]
+    new = 102 - len(learned)
+    assert torch.equal(longer[:-new], learned)
+    torch.testing.assert_close(longer[-new:], learned[2:].mean(dim=0).expand(new, -1))
     model, _ = load_model(str(source), str(corpus))
     assert model.encoder.sentence_encoder.layers[0].self_attn.rotary
