@@ -26,7 +26,7 @@ from lln_fairseq.conversion.encoder import DICTIONARY, HEAD, ImportedEncoder
 from lln_fairseq.conversion.from_fairseq import read_fairseq_checkpoint
 from lln_fairseq.conversion.from_hugging_face import read_hugging_face_directory
 from lln_fairseq.errors import UserError, user_errors
-from lln_fairseq.models.adapt import ATTENTION_PARAMETERS, POSITIONS, resize_positions
+from lln_fairseq.models.adapt import ATTENTION_PARAMETERS, POSITIONS, extended_rotary_base, resize_positions
 from lln_fairseq.models.lln_roberta import LLNRobertaModel, RobertaConfig
 from lln_fairseq.tasks.masked_lm import LLNMaskedLMConfig, LLNMaskedLMTask
 from lln_fairseq.text.special_symbols import PAD
@@ -80,7 +80,7 @@ def convert(
 def change_max_positions(encoder: ImportedEncoder, positions: int) -> None:
     """Resize the positional table of an encoder in place, and add a note unless its size stays the same.
 
-    See `resize_positions` for the rows of a longer table.
+    See `resize_positions` for the rows of a longer table, and `extended_rotary_base` for the base of rotary positions.
     """
     if not 1 <= positions <= MAX_POSITIONS:
         raise UserError(f"--positions must be between 1 and {MAX_POSITIONS}, got {positions}")
@@ -90,10 +90,12 @@ def change_max_positions(encoder: ImportedEncoder, positions: int) -> None:
     table = encoder.parameters[POSITIONS]
     rotary = encoder.options.get("rotary", False)
     encoder.parameters[POSITIONS] = resize_positions(table, positions + POSITION_OFFSET, PAD, rotary)
-    encoder.options["max_positions"] = positions
     if positions > learned and rotary:
+        base = extended_rotary_base(encoder.options, positions)
+        encoder.options["rotary_base"] = base
         encoder.notes.append(
-            f"extended to {positions} positions: the new ones are rotary, with the mean of the {learned} learned ones"
+            f"extended to {positions} positions: rotary_base is {base:.0f}, and the new ones have the mean of the "
+            f"{learned} learned ones"
         )
     elif positions > learned:
         encoder.notes.append(f"extended to {positions} positions by repeating the {learned} learned ones")
@@ -101,6 +103,7 @@ def change_max_positions(encoder: ImportedEncoder, positions: int) -> None:
         encoder.notes.append(
             f"shortened to {positions} positions: the first {positions} of {learned} learned ones are kept"
         )
+    encoder.options["max_positions"] = positions
 
 
 def write_converted_encoder(encoder: ImportedEncoder, attention: str, directory: Path) -> None:

@@ -41,7 +41,15 @@ from lln_fairseq.models.adapt import ATTENTION_PARAMETERS, EMBEDDING, POSITIONS
 from lln_fairseq.text.special_symbols import MASK, NUM_SPECIAL
 
 # Options that the tensors do not show. The number of heads is another one; it has no default and must be known.
-STORED_OPTIONS = ("activation_fn", "dropout", "attention_dropout", "activation_dropout", "layer_norm_eps", "rotary")
+STORED_OPTIONS = (
+    "activation_fn",
+    "dropout",
+    "attention_dropout",
+    "activation_dropout",
+    "layer_norm_eps",
+    "rotary",
+    "rotary_base",
+)
 BUFFERS = re.compile(r"(\.version|_float_tensor)$")  # entries of a state dict that are not parameters
 FINAL_LAYER_NORM = (ENCODER + "layer_norm.weight", ENCODER + "layer_norm.bias")  # only with encoder_normalize_before
 

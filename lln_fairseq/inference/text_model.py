@@ -25,6 +25,7 @@ from lln_fairseq.checkpoints.reading import load_checkpoint
 from lln_fairseq.checkpoints.run_tokenizer import check_vocabulary, directories
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import build_model, require_finite, use_precision
+from lln_fairseq.models.adapt import extended_rotary_base
 from lln_fairseq.models.linear_choice import FLOAT32
 from lln_fairseq.text.special_symbols import MASK, NUM_SPECIAL
 from lln_fairseq.text.text_ids import (
@@ -412,7 +413,10 @@ def load_text_model(
 
 
 def _set_positions(config: Any, positions: int, checkpoint: str) -> None:
-    """Set the number of tokens that the model and its task take, in place. The model must have rotary positions."""
+    """Set the number of tokens that the model and its task take, and the base of rotary positions for it, in place.
+
+    Raises UserError if the model has no rotary positions.
+    """
     if positions < 1:
         raise UserError(f"positions must be at least 1, got {positions}")
     if not getattr(config.model, "rotary", False):
@@ -420,7 +424,12 @@ def _set_positions(config: Any, positions: int, checkpoint: str) -> None:
             f"{checkpoint} has no rotary positions and takes only as many tokens as it was trained with: leave out "
             "positions, or extend it with `lln-fairseq convert --positions` and train it on longer texts"
         )
-    overwrite_args_by_name(config, {"max_positions": positions, "tokens_per_sample": positions})
+    changes = {
+        "max_positions": positions,  # of the model and of a classification
+        "tokens_per_sample": positions,  # of masked language modeling
+        "rotary_base": extended_rotary_base(config.model, positions),
+    }
+    overwrite_args_by_name(config, changes)
 
 
 def _find_vocabulary(checkpoint: str, places: list[Path], tokenizer: Any) -> tuple[Path, Any]:

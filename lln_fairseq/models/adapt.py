@@ -1,9 +1,13 @@
 """Adapt the parameters of another RoBERTa to a model with another length or another attention."""
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lln_fairseq.ops.rotary import BASE, extend_base
 
 EMBEDDING = "encoder.sentence_encoder.embed_tokens.weight"
 POSITIONS = "encoder.sentence_encoder.embed_positions.weight"
@@ -51,3 +55,12 @@ def resize_positions(table: Tensor, rows: int, padding_idx: int, rotary: bool = 
         return torch.cat([table, new_positions])
     repeats = -(-num_positions // positions.shape[0])
     return torch.cat([table[:num_special], positions.repeat(repeats, 1)[:num_positions]])
+
+
+def extended_rotary_base(options: Mapping[str, Any], positions: int) -> float:
+    """Return the base of rotary positions with which a model takes texts of `positions` tokens.
+
+    `options` are those of the model before, whose `max_positions` is the length that it was trained with.
+    """
+    head_dim = options["encoder_embed_dim"] // options["encoder_attention_heads"]
+    return extend_base(options.get("rotary_base", BASE), head_dim, positions / options["max_positions"])

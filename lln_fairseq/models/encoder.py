@@ -49,7 +49,7 @@ class LLNTransformerEncoder(TransformerEncoderBase):
     layers, the encoder always has a layer norm after the last one.
 
     Args:
-        args: fairseq's options of the model, plus `feed_forward_tokens`, `softmax_layers` and `rotary`.
+        args: fairseq's options of the model, plus `feed_forward_tokens`, `softmax_layers`, `rotary` and `rotary_base`.
         dictionary: the dictionary of the input tokens.
         embed_tokens: the embedding of the tokens.
         attention: the registered name of the mechanism.
@@ -92,7 +92,7 @@ class LLNTransformerEncoder(TransformerEncoderBase):
         if attention in LAYER_REGISTRY:
             layer = _build_replacement_layer(args, cfg, attention, options)
         else:
-            layer = LLNEncoderLayer(cfg, attention, options, args.feed_forward_tokens, args.rotary)
+            layer = LLNEncoderLayer(cfg, attention, options, args.feed_forward_tokens, args.rotary, args.rotary_base)
         min_num_params = cfg.min_params_to_wrap
         if cfg.checkpoint_activations:
             layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from lln_fairseq.attention import NO_CONTEXT, Context
 from lln_fairseq.models.multihead_attention import LLNMultiheadAttention
 from lln_fairseq.models.packed_linear import PackedLinear
+from lln_fairseq.ops.rotary import BASE
 
 
 class LLNEncoderLayer(TransformerEncoderLayerBase):
@@ -26,6 +27,7 @@ class LLNEncoderLayer(TransformerEncoderLayerBase):
             backward pass. Only one piece of its inner activations, which are most of a layer's memory, then exists at
             any time. 0: compute it for all tokens at once.
         rotary: apply the rotary position embedding to queries and keys.
+        rotary_base: the base of its frequencies.
     """
 
     def __init__(
@@ -35,14 +37,15 @@ class LLNEncoderLayer(TransformerEncoderLayerBase):
         options: dict[str, Any],
         feed_forward_tokens: int = 0,
         rotary: bool = False,
+        rotary_base: float = BASE,
     ) -> None:
-        self.mechanism = (attention, options, rotary)
+        self.mechanism = (attention, options, rotary, rotary_base)
         super().__init__(cfg)
         self.feed_forward_tokens = feed_forward_tokens
 
     def build_self_attention(self, embed_dim: int, cfg: TransformerConfig) -> LLNMultiheadAttention:
         """Build the attention. fairseq's constructor calls this hook, at its place in the order of random numbers."""
-        attention, options, rotary = self.mechanism
+        attention, options, rotary, rotary_base = self.mechanism
         return LLNMultiheadAttention(
             embed_dim,
             cfg.encoder.attention_heads,
@@ -53,6 +56,7 @@ class LLNEncoderLayer(TransformerEncoderLayerBase):
             q_noise=self.quant_noise,
             qn_block_size=self.quant_noise_block_size,
             rotary=rotary,
+            rotary_base=rotary_base,
         )
 
     def forward(self, x: Tensor, context: Context = NO_CONTEXT) -> Tensor:

@@ -24,6 +24,7 @@ from lln_fairseq.models.encoder import LLNRobertaEncoder
 from lln_fairseq.models.options import attention_fields, attention_options
 from lln_fairseq.models.presets import PRESETS, SIZE_FIELDS
 from lln_fairseq.models.token_shards import Shard
+from lln_fairseq.ops.rotary import BASE
 
 ACTIVATIONS = ChoiceEnum(utils.get_available_activation_fns())
 DEFAULT_PRESET = "base"
@@ -73,6 +74,9 @@ class RobertaConfig(FairseqDataclass):
     rotary: bool = field(
         default=False,
         metadata={"help": "rotary position embedding of queries and keys, besides the embeddings added to the input"},
+    )
+    rotary_base: float = field(
+        default=BASE, metadata={"help": "base of the frequencies of rotary positions; larger for longer texts"}
     )
     max_positions: Optional[int] = field(
         default=None, metadata={"help": "number of position embeddings; default: tokens per sample of the task"}

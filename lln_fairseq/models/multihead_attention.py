@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lln_fairseq.attention import Context, build_attention
 from lln_fairseq.models.packed_linear import PackedWeights
 from lln_fairseq.ops.formula import compute_dtype
-from lln_fairseq.ops.rotary import rotary_factors, rotate
+from lln_fairseq.ops.rotary import BASE, rotary_factors, rotate
 
 
 class LLNMultiheadAttention(MultiheadAttention):
@@ -28,6 +28,7 @@ class LLNMultiheadAttention(MultiheadAttention):
         dropout: probability of dropping an attention weight during training.
         q_noise, qn_block_size: fairseq's quantization noise of the projections.
         rotary: apply the rotary position embedding to queries and keys, before the attention.
+        rotary_base: the base of its frequencies.
 
     Attributes:
         packed_projections: computes q, k and v as one product, for inference on a CPU; None until
@@ -47,6 +48,7 @@ class LLNMultiheadAttention(MultiheadAttention):
         q_noise: float = 0.0,
         qn_block_size: int = 8,
         rotary: bool = False,
+        rotary_base: float = BASE,
     ) -> None:
         if embed_dim % num_heads:
             raise ValueError(f"embedding dimension {embed_dim} is not divisible by {num_heads} attention heads")
@@ -57,6 +59,7 @@ class LLNMultiheadAttention(MultiheadAttention):
             embed_dim, num_heads, dropout=dropout, self_attention=True, q_noise=q_noise, qn_block_size=qn_block_size
         )
         self.rotary = rotary
+        self.rotary_base = rotary_base
         self.attention = build_attention(
             attention,
             num_heads=num_heads,
@@ -114,4 +117,5 @@ class LLNMultiheadAttention(MultiheadAttention):
             positions = (~context.padding).cumsum(dim=1) - 1
         else:
             positions = torch.arange(len(x), device=x.device)[None]
-        return rotary_factors(positions.T[:, :, None], self.head_dim, compute_dtype(x.dtype))
+        dtype = compute_dtype(x.dtype)
+        return rotary_factors(positions.T[:, :, None], self.head_dim, dtype, self.rotary_base)

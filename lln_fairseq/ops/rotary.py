@@ -3,22 +3,23 @@
 import torch
 from torch import Tensor
 
-BASE = 10000.0  # the rotation of the features f and f + D/2 has a period of 2π · BASE^(2f/D) tokens
+BASE = 10000.0  # the usual base: the rotation of the features f and f + D/2 has a period of 2π · base^(2f/D) tokens
 
 
-def rotary_factors(positions: Tensor, features: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute the cosines and sines of the angles p · 10000^(-2f/D) for positions p and features f < D/2.
+def rotary_factors(positions: Tensor, features: int, dtype: torch.dtype, base: float = BASE) -> tuple[Tensor, Tensor]:
+    """Compute the cosines and sines of the angles p · base^(-2f/D) for positions p and features f < D/2.
 
     Args:
         positions: the positions p of tokens, of any shape (...).
         features: D, the number of features to rotate. It must be even.
         dtype: the dtype of the result, float32 or float64. In half precision, angles would be wrong by several turns.
+        base: the base of the frequencies.
 
     Returns:
         The cosines and the sines, each (..., D/2).
     """
     half = features // 2
-    frequencies = BASE ** (-torch.arange(half, device=positions.device).to(dtype) / half)
+    frequencies = base ** (-torch.arange(half, device=positions.device).to(dtype) / half)
     angles = positions.to(dtype)[..., None] * frequencies
     return angles.cos(), angles.sin()
 
@@ -40,3 +41,12 @@ def rotate(x: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
     rotated_first = first * cos - second * sin
     rotated_second = second * cos + first * sin
     return torch.cat((rotated_first, rotated_second), dim=-1).to(x.dtype)
+
+
+def extend_base(base: float, features: int, factor: float) -> float:
+    """Return the base for texts that are `factor` times as long as those that a model with this base was trained with.
+
+    This is "NTK-aware" scaling: the slowest rotation gets slower by the factor, and the fastest stays as it is. The
+    result is the base itself if the factor is not above 1.
+    """
+    return base * max(factor, 1.0) ** (features / (features - 2))

@@ -47,6 +47,7 @@ LAYER_OPTIONS = (
     "layer_norm_eps",
     "untie_weights_roberta",
     "rotary",
+    "rotary_base",
 )
 
 

@@ -20,13 +20,16 @@ ROTARY = (*MASKED_LM, *LLN, "--rotary")
 PAD = 1
 
 
+BASE = 700  # not the default, so that an attention without it is noticed
+
+
 def rotated_heads(x, positions):
     """Split x (T, B, 2 · D) into heads, (B, 2, T, D), and rotate each token by its position in positions (B, T)."""
     heads = x.unflatten(-1, (2, -1)).permute(1, 2, 0, 3).clone()
     for b in range(heads.shape[0]):
         for h in range(heads.shape[1]):
             for t in range(heads.shape[2]):
-                heads[b, h, t] = rotate_pairwise(heads[b, h, t], positions[b][t])
+                heads[b, h, t] = rotate_pairwise(heads[b, h, t], positions[b][t], BASE)
     return heads
 
 
@@ -34,7 +37,8 @@ def rotated_heads(x, positions):
 @pytest.mark.parametrize("case", ["whole", "padded", "shard"])
 def test_queries_and_keys_are_rotated(attention, case):
     torch.manual_seed(0)
-    module = LLNMultiheadAttention(12, 2, attention, {}, max_positions=16, rotary=True).double().eval()
+    options = dict(max_positions=16, rotary=True, rotary_base=BASE)
+    module = LLNMultiheadAttention(12, 2, attention, {}, **options).double().eval()
     x = torch.randn(7, 2, 12, dtype=torch.float64)
     mask = None
     positions = 2 * [list(range(7))]
@@ -60,8 +64,9 @@ def test_queries_and_keys_are_rotated(attention, case):
 
 def test_softmax_layers_are_rotated_too():
     options = dict(attention="lln", softmax_layers="1")
-    model = build_model(**options, rotary=True)
-    assert [layer.self_attn.rotary for layer in model.encoder.sentence_encoder.layers] == [True, True]
+    model = build_model(**options, rotary=True, rotary_base=BASE)
+    attentions = [layer.self_attn for layer in model.encoder.sentence_encoder.layers]
+    assert [(attention.rotary, attention.rotary_base) for attention in attentions] == [(True, BASE)] * 2
     assert model.state_dict().keys() == build_model(**options).state_dict().keys()
 
 
@@ -118,10 +123,14 @@ def test_conversion_keeps_the_rotation(corpus, tmp_path, monkeypatch):
         compute_logits(tmp_path / "out/model.pt", padded_batch()), compute_logits(source, padded_batch())
     )
     assert main([*arguments, str(tmp_path / "long"), "--positions", "100"]) == 0
-    longer = load_checkpoint_lazily(str(tmp_path / "long/model.pt"))["model"][POSITIONS]
+    state = load_checkpoint_lazily(str(tmp_path / "long/model.pt"))
+    longer = state["model"][POSITIONS]
     learned = load_checkpoint_lazily(str(source))["model"][POSITIONS]
     new = 102 - len(learned)
     assert torch.equal(longer[:-new], learned)
     torch.testing.assert_close(longer[-new:], learned[2:].mean(dim=0).expand(new, -1))
+    head_dim = state["cfg"]["model"]["encoder_embed_dim"] // state["cfg"]["model"]["encoder_attention_heads"]
+    expected = 10000 * (100 / (len(learned) - 2)) ** (head_dim / (head_dim - 2))
+    assert state["cfg"]["model"]["rotary_base"] == pytest.approx(expected)
     model, _ = load_model(str(source), str(corpus))
     assert model.encoder.sentence_encoder.layers[0].self_attn.rotary
