@@ -51,7 +51,6 @@ STORED_OPTIONS = (
     "rotary_base",
 )
 BUFFERS = re.compile(r"(\.version|_float_tensor)$")  # entries of a state dict that are not parameters
-FINAL_LAYER_NORM = (ENCODER + "layer_norm.weight", ENCODER + "layer_norm.bias")  # only with encoder_normalize_before
 
 
 def read_fairseq_checkpoint(
@@ -154,8 +153,8 @@ def _read_options(
         "encoder_embed_dim": sizes.features,
         "encoder_ffn_embed_dim": sizes.ffn_features,
         "encoder_attention_heads": stored_heads,
-        "encoder_normalize_before": FINAL_LAYER_NORM[0] in tensors,
-        "layernorm_embedding": f"{ENCODER}layernorm_embedding.weight" in tensors,
+        "encoder_normalize_before": sizes.pre_norm,
+        "layernorm_embedding": sizes.embedding_norm,
         "max_positions": sizes.positions - POSITION_OFFSET,
         "untie_weights_roberta": False,
     }
@@ -179,11 +178,6 @@ def _roberta_parameters(
     if has_head:
         names += head_names(sizes)
     shapes = {name.fairseq: name.shape for name in names}
-    if options["encoder_normalize_before"]:
-        for name in FINAL_LAYER_NORM:
-            shapes[name] = (sizes.features,)
-    if not options["layernorm_embedding"]:
-        shapes = {name: shape for name, shape in shapes.items() if "layernorm_embedding" not in name}
     available = dict(tensors)
     if has_head:
         available.setdefault(HEAD_WEIGHT, tensors[EMBEDDING])

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lln_fairseq.attention.lln_diag import FIRST_SEGMENT
+from lln_fairseq.checkpoints.config import STOCK_ATTENTION
 from lln_fairseq.checkpoints.pooling import Pooling
 from lln_fairseq.conversion.to_hugging_face import SENTENCE_VECTORS, longest_exported_sequence
 
@@ -86,6 +87,10 @@ def _describe_attention(config: Mapping[str, Any]) -> str:
     """Return one or two sentences about the model's attention and its options."""
     if "attention" not in config:
         return "Its attention is softmax: it is a stock RoBERTa and needs no code of its own."
+    if config["attention"] == STOCK_ATTENTION:
+        return (
+            "Its attention is softmax. It needs code of its own for rotary positions or for its order of layer norms."
+        )
     options = [f"{key} {config[key]}" for key in ATTENTION_OPTIONS if config.get(key) is not None]
     sentence = (
         f"Its attention is `{config['attention']}`, Linear Log-Normal attention ({PAPER}), whose cost is linear in the "

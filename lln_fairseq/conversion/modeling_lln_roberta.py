@@ -1,7 +1,8 @@
 """RoBERTa for transformers with Linear Log-Normal attention (arXiv 2311.13541), with or without block-diagonal softmax.
 
-This file is shipped with every exported model, beside formula.py, from which it then imports the mathematics. Both need
-only torch and transformers, and use the kernels of lln_fairseq if that package is installed.
+This file is shipped with every exported model that is no stock RoBERTa, beside formula.py and rotary.py, from which it
+then imports the mathematics. They need only torch and transformers, and use the kernels of lln_fairseq if that package
+is installed.
 
 Shapes: B sequences, H heads, N tokens, D features of a head, C = H D features of a token. The argument `padded` is a
 bool tensor (B, N) that is True at padding, or None without padding.
@@ -14,6 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import RobertaConfig, RobertaForMaskedLM, RobertaForSequenceClassification, RobertaModel
 from transformers.models.roberta.modeling_roberta import RobertaSelfAttention
+from transformers.models.roberta_prelayernorm.modeling_roberta_prelayernorm import (
+    RobertaPreLayerNormAttention,
+    RobertaPreLayerNormIntermediate,
+    RobertaPreLayerNormOutput,
+)
 
 from lln_fairseq.ops.formula import (
     AVERAGE,
@@ -23,10 +29,12 @@ from lln_fairseq.ops.formula import (
     Spec,
     alpha_beta,
     attend_to_all_keys,
+    compute_dtype,
     head_moments,
     hybrid_formula,
     standard_deviation,
 )
+from lln_fairseq.ops.rotary import rotary_factors, rotate
 
 try:
     from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
@@ -43,7 +51,7 @@ class LLNRobertaConfig(RobertaConfig):
     """The options of RoBERTa and of Linear Log-Normal attention.
 
     Args:
-        attention: "lln" or "lln_diag".
+        attention: "lln", "lln_diag" or "softmax".
         mix: the formula that combines LLN with block-diagonal softmax in lln_diag: "average" or "joint_offset".
         block_size: tokens of a block of lln_diag; None means the features of a head.
         global_tokens: the first tokens that attend to all tokens by softmax, and that all tokens attend to, with the
@@ -55,6 +63,11 @@ class LLNRobertaConfig(RobertaConfig):
         gain: "learned" multiplies alpha and beta by learned factors for each head, "none" does not.
         moment_table: two lists, log s in increasing order and log sigma_tilde^2, for the constants "calibrated".
         softmax_layers: the layers, counted from 0, that have softmax attention instead; None means no layer.
+        rotary_base: the base of the frequencies of rotary positions, which the queries and keys of all layers then have
+            besides the position embeddings; None means no rotary positions.
+        normalize_before: apply layer norm before the attention and the feed-forward part of a layer, and after the last
+            layer, instead of after both.
+        normalize_embedding: apply layer norm after the embeddings.
         **options: the options of RobertaConfig.
     """
 
@@ -73,6 +86,9 @@ class LLNRobertaConfig(RobertaConfig):
         gain: str = "none",
         moment_table: list[list[float]] | None = None,
         softmax_layers: list[int] | None = None,
+        rotary_base: float | None = None,
+        normalize_before: bool = False,
+        normalize_embedding: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -87,6 +103,9 @@ class LLNRobertaConfig(RobertaConfig):
         self.gain = gain
         self.moment_table = moment_table
         self.softmax_layers = softmax_layers or []
+        self.rotary_base = rotary_base
+        self.normalize_before = normalize_before
+        self.normalize_embedding = normalize_embedding
 
 
 class LLNSelfAttention(RobertaSelfAttention):
@@ -96,7 +115,7 @@ class LLNSelfAttention(RobertaSelfAttention):
 
     Args:
         config: the options of the model.
-        layer: the number of the layer, which has softmax attention if `config.softmax_layers` contains it.
+        layer: the number of the layer, which also has softmax attention if `config.softmax_layers` contains it.
     """
 
     log_gain: nn.Parameter  # (2, H), logarithms of the factors of alpha and beta
@@ -105,7 +124,7 @@ class LLNSelfAttention(RobertaSelfAttention):
     def __init__(self, config: LLNRobertaConfig, layer: int) -> None:
         super().__init__(config)
         self.config = config
-        self.is_softmax = layer in config.softmax_layers
+        self.is_softmax = config.attention == "softmax" or layer in config.softmax_layers
         if self.is_softmax:
             return
         heads = config.num_attention_heads
@@ -130,6 +149,14 @@ class LLNSelfAttention(RobertaSelfAttention):
         q = self.split_heads(self.query(hidden_states))
         k = self.split_heads(self.key(hidden_states))
         v = self.split_heads(self.value(hidden_states))
+        if self.config.rotary_base is not None:
+            positions = torch.arange(q.shape[2], device=q.device)[None]
+            if padded is not None:
+                positions = (~padded).cumsum(dim=1) - 1
+            dtype = compute_dtype(q.dtype)
+            factors = rotary_factors(positions[:, None], q.shape[3], dtype, self.config.rotary_base)
+            q = rotate(q, factors)
+            k = rotate(k, factors)
         out = self.attend(q, k, v, padded, global_tokens)
         return out.transpose(1, 2).flatten(2), None
 
@@ -253,7 +280,14 @@ class LLNRobertaModel(RobertaModel):
 
     def __init__(self, config: LLNRobertaConfig, add_pooling_layer: bool = False) -> None:
         super().__init__(config, add_pooling_layer=add_pooling_layer)
+        if not config.normalize_embedding:
+            self.embeddings.LayerNorm = nn.Identity()  # type: ignore[assignment]
         for number, layer in enumerate(self.encoder.layer):
+            if config.normalize_before:
+                layer.attention = RobertaPreLayerNormAttention(config)
+                layer.intermediate = RobertaPreLayerNormIntermediate(config)
+                if number < config.num_hidden_layers - 1:  # RoBERTa's own output ends with the norm of the encoder
+                    layer.output = RobertaPreLayerNormOutput(config)
             layer.attention.self = LLNSelfAttention(config, number)  # type: ignore[union-attr]
         self.post_init()
 

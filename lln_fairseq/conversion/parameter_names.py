@@ -13,6 +13,7 @@ from lln_fairseq.checkpoints.config import parameter_sizes
 from lln_fairseq.models.adapt import EMBEDDING, POSITIONS
 
 ENCODER = "encoder.sentence_encoder."
+ATTENTION_PREFIX = "self_attn.attention."  # of the attention's own parameters in a layer
 
 # Each row is (name in fairseq, name in Hugging Face, shape of the weight). ModelSizes.shape translates the letters of a
 # shape. The length of a bias is the first dimension of its module's weight.
@@ -32,6 +33,13 @@ LAYER = (
     ("fc2", "output.dense", "CF"),
     ("final_layer_norm", "output.LayerNorm", "C"),
 )
+# A pre-norm encoder has the names of Hugging Face's RoBERTa-PreLayerNorm, where a norm belongs to the module behind it.
+# Its last layer has one norm more, which is that of the encoder.
+PRE_NORM_NAMES = {
+    "self_attn_layer_norm": "attention.LayerNorm",
+    "final_layer_norm": "intermediate.LayerNorm",
+}
+FINAL_NORM = ENCODER + "layer_norm"
 HEAD_ROBERTA = (
     ("encoder.lm_head.dense", "lm_head.dense", "CC"),
     ("encoder.lm_head.layer_norm", "lm_head.layer_norm", "C"),
@@ -45,13 +53,15 @@ HEAD_WEIGHT = "encoder.lm_head.weight"  # the output matrix; the same tensor as 
 
 
 class ModelSizes(NamedTuple):
-    """The sizes that determine the shape of every parameter."""
+    """The sizes that determine the shape of every parameter, and the norms that determine the names."""
 
     vocabulary: int  # V: number of symbols
     positions: int  # P: number of rows in the positional table
     features: int  # C: number of features of a token
     ffn_features: int  # F: number of features between fc1 and fc2
     layers: int  # number of layers
+    pre_norm: bool = False  # layer norm before each block, and after the last layer
+    embedding_norm: bool = True  # layer norm after the embeddings
 
     def shape(self, letters: str) -> tuple[int, ...]:
         """Return the shape that the letters V, P, C and F stand for: (vocabulary, features) for "VC"."""
@@ -79,6 +89,8 @@ def sizes_of_parameters(parameters: Mapping[str, Tensor]) -> ModelSizes:
         features=sizes["encoder_embed_dim"],
         ffn_features=sizes["encoder_ffn_embed_dim"],
         layers=sizes["encoder_layers"],
+        pre_norm=f"{FINAL_NORM}.weight" in parameters,
+        embedding_norm=f"{EMBEDDING_NORM[0]}.weight" in parameters,
     )
 
 
@@ -89,12 +101,17 @@ def encoder_names(sizes: ModelSizes) -> Iterator[ParameterName]:
     """
     for fairseq, hugging_face, letters in EMBEDDINGS:
         yield ParameterName(fairseq, hugging_face, sizes.shape(letters))
-    yield from _module_names(*EMBEDDING_NORM, sizes)
+    if sizes.embedding_norm:
+        yield from _module_names(*EMBEDDING_NORM, sizes)
     for layer in range(sizes.layers):
         for fairseq, hugging_face, letters in LAYER:
+            if sizes.pre_norm:
+                hugging_face = PRE_NORM_NAMES.get(fairseq, hugging_face)
             yield from _module_names(
                 f"{ENCODER}layers.{layer}.{fairseq}", f"encoder.layer.{layer}.{hugging_face}", letters, sizes
             )
+    if sizes.pre_norm:
+        yield from _module_names(FINAL_NORM, f"encoder.layer.{sizes.layers - 1}.output.LayerNorm", "C", sizes)
 
 
 def head_names(sizes: ModelSizes, bert: bool = False) -> Iterator[ParameterName]:

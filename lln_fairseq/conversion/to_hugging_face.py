@@ -1,7 +1,8 @@
 """Convert a model of this project to a Hugging Face configuration and tensors.
 
-A model with softmax attention becomes a stock RoBERTa. The code of LLN and LLN+Diag, modeling_lln_roberta.py and
-ops/formula.py, is shipped with the exported model.
+A model with softmax attention becomes a stock RoBERTa, unless it has rotary positions or other places of layer norms.
+Such models, LLN and LLN+Diag need code that is shipped with the exported model: modeling_lln_roberta.py, ops/formula.py
+and ops/rotary.py.
 """
 
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from torch import Tensor
 from lln_fairseq.checkpoints.config import POSITION_OFFSET, STOCK_ATTENTION
 from lln_fairseq.conversion.encoder import HEAD
 from lln_fairseq.conversion.parameter_names import (
+    ATTENTION_PREFIX,
     ENCODER,
     HEAD_BIAS,
     HEAD_WEIGHT,
@@ -28,6 +30,7 @@ from lln_fairseq.errors import UserError
 from lln_fairseq.models.adapt import EMBEDDING
 from lln_fairseq.models.encoder import parse_softmax_layers
 from lln_fairseq.ops import formula
+from lln_fairseq.ops import rotary as rotary_positions
 from lln_fairseq.ops.moment_matching import calibration_table
 from lln_fairseq.text.special_symbols import BOS, EOS, PAD
 
@@ -42,17 +45,13 @@ MODELING_OPTIONS = {
 PURPOSES = ("ForMaskedLM", "ForSequenceClassification")  # suffixes of the class names in transformers
 SENTENCE_VECTORS = ""  # the purpose of a model without a head
 REQUIRED_OPTIONS = {  # the options of which Hugging Face's RoBERTa supports a single value
-    "encoder_normalize_before": False,
-    "layernorm_embedding": True,
     "activation_fn": "gelu",
     "pooler_activation_fn": "tanh",
     "spectral_norm_classification_head": False,
     "pooling": "first",
     "pooler_dim": None,
     "two_towers": False,
-    "rotary": False,
 }
-ATTENTION_PREFIX = "self_attn.attention."  # of the attention's own parameters in a layer
 
 
 @dataclass(frozen=True)
@@ -95,13 +94,19 @@ def convert_to_hugging_face(
     _check_options(args, attention_options)
     sizes = sizes_of_parameters(state)
     config = _roberta_config(args, sizes)
-    config |= _attention_config(args.attention, attention_options, sizes.features // args.encoder_attention_heads)
-    if args.attention != STOCK_ATTENTION:
+    rotary = getattr(args, "rotary", False)
+    is_stock = args.attention == STOCK_ATTENTION and not rotary and not sizes.pre_norm and sizes.embedding_norm
+    if not is_stock:
+        config |= _code_config(args.attention)
+        config |= _attention_config(args.attention, attention_options, sizes.features // args.encoder_attention_heads)
         config["softmax_layers"] = list(parse_softmax_layers(args.softmax_layers, sizes.layers, args.attention))
+        config["normalize_before"] = sizes.pre_norm
+        config["normalize_embedding"] = sizes.embedding_norm
+        config["rotary_base"] = args.rotary_base if rotary else None
     tensors = {name.hugging_face: state[name.fairseq] for name in encoder_names(sizes)}
     tensors[TOKEN_TYPES] = torch.zeros(1, sizes.features)
     tensors |= _attention_parameters(state, sizes.layers)
-    prefix = "Roberta" if args.attention == STOCK_ATTENTION else "LLNRoberta"
+    prefix = "Roberta" if is_stock else "LLNRoberta"
     if head:
         purpose = "ForSequenceClassification"
     elif is_encoder:
@@ -111,7 +116,7 @@ def convert_to_hugging_face(
     config["architectures"] = [prefix + (purpose or "Model")]
     if purpose != SENTENCE_VECTORS:
         tensors = {f"roberta.{name}": value for name, value in tensors.items()}
-    elif args.attention == STOCK_ATTENTION:
+    elif is_stock:
         tensors |= _untrained_pooler(sizes.features)
     if head:
         tensors |= _classification_head_tensors(state, head, sizes.features)
@@ -133,14 +138,20 @@ def longest_exported_sequence(config: Mapping[str, Any]) -> int:
 
 
 def modeling_files() -> dict[str, bytes]:
-    """Return the code that LLN models need in transformers, by file name.
+    """Return the code that an exported model needs in transformers, by file name.
 
     transformers finds the files of the model's directory only with a relative import, and only those that the modeling
     file imports itself.
     """
     modeling = Path(__file__).with_name(f"{MODELING}.py").read_text(encoding="utf-8")
-    modeling = modeling.replace("from lln_fairseq.ops.formula import", "from .formula import")
-    return {f"{MODELING}.py": modeling.encode(), "formula.py": Path(formula.__file__).read_bytes()}
+    files = {}
+    for file in (formula.__file__, rotary_positions.__file__):
+        assert file is not None
+        path = Path(file)
+        modeling = modeling.replace(f"from lln_fairseq.ops.{path.stem} import", f"from .{path.stem} import")
+        files[path.name] = path.read_bytes()
+    files[f"{MODELING}.py"] = modeling.encode()
+    return files
 
 
 def _check_options(args: Any, attention_options: Mapping[str, Any]) -> None:
@@ -186,20 +197,24 @@ def _roberta_config(args: Any, sizes: ModelSizes) -> dict[str, Any]:
     }
 
 
-def _attention_config(attention: str, options: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
-    """Return the part of config.json that the modeling file reads; empty for softmax.
+def _code_config(attention: str) -> dict[str, Any]:
+    """Return the part of config.json with which transformers finds the classes of the modeling file."""
+    classes = {"AutoConfig": f"{MODELING}.LLNRobertaConfig", "AutoModel": f"{MODELING}.LLNRobertaModel"}
+    for purpose in PURPOSES:
+        classes[f"AutoModel{purpose}"] = f"{MODELING}.LLNRoberta{purpose}"
+    return {"model_type": "lln_roberta", "auto_map": classes, "attention": attention}
 
-    It holds the attention's options, the calibration table unless the constants are the paper's, and
-    `auto_map`, with which transformers finds the classes.
+
+def _attention_config(attention: str, options: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    """Return the options of LLN or LLN+Diag, and the calibration table unless the constants are the paper's.
+
+    The result is empty for softmax.
     """
     if attention == STOCK_ATTENTION:
         return {}
-    config: dict[str, Any] = {"model_type": "lln_roberta", "attention": attention, **options}
+    config = dict(options)
     if config["constants"] != "paper":
         config["moment_table"] = [numbers.tolist() for numbers in calibration_table(head_dim)]
-    config["auto_map"] = {"AutoConfig": f"{MODELING}.LLNRobertaConfig", "AutoModel": f"{MODELING}.LLNRobertaModel"}
-    for purpose in PURPOSES:
-        config["auto_map"][f"AutoModel{purpose}"] = f"{MODELING}.LLNRoberta{purpose}"
     return config
 
 

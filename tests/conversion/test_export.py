@@ -111,6 +111,7 @@ def test_text_gives_same_logits_after_conversion_and_export(kind, tmp_path):
 
 
 GLOBAL = ("--lln-diag-mix", "joint_offset", "--lln-diag-block-size", 8)
+PRE_NORM = ("--encoder-normalize-before",)
 LLN_MODELS = {
     "lln": (),
     "lln fixed": ("--lln-alpha", 1.5, "--lln-beta", 2.0),
@@ -121,6 +122,10 @@ LLN_MODELS = {
     "lln_diag gain": ("--lln-diag-gain", "learned"),
     "lln_diag global": (*GLOBAL, "--lln-diag-global-tokens", "11"),
     "lln_diag long global": (*GLOBAL, "--lln-diag-global-tokens", "200"),
+    "lln rotary": ("--rotary", "--rotary-base", 500),
+    "softmax rotary": ("--rotary", "--rotary-base", 500),
+    "softmax pre-norm": PRE_NORM,
+    "lln_diag rotary pre-norm": ("--rotary", *PRE_NORM, "--layernorm-embedding", "--softmax-layers", "1"),
     "lln_diag softmax": ("--lln-diag-mix", "joint_offset", "--lln-diag-gain", "learned", "--softmax-layers", "1"),
 }
 
@@ -128,10 +133,18 @@ LLN_MODELS = {
 @pytest.mark.parametrize(
     "name",
     with_representatives(
-        LLN_MODELS, "lln paper", "lln_diag batch", "lln_diag joint_offset", "lln_diag softmax", "lln_diag global"
+        LLN_MODELS,
+        "lln paper",
+        "lln_diag batch",
+        "lln_diag joint_offset",
+        "lln_diag softmax",
+        "lln_diag global",
+        "softmax rotary",
+        "softmax pre-norm",
+        "lln_diag rotary pre-norm",
     ),
 )
-def test_lln_gives_same_logits_with_and_without_kernels(name, pretrain, tmp_path, monkeypatch):
+def test_model_with_code_gives_same_logits_with_and_without_kernels(name, pretrain, tmp_path, monkeypatch):
     checkpoint = pretrain("--attention", name.split()[0], *LLN_MODELS[name])
 
     export(checkpoint, tmp_path / "out")
@@ -308,7 +321,7 @@ def test_option_unknown_to_modeling_file_is_rejected(pretrain):
 
 
 def test_exported_model_runs_without_lln_fairseq(pretrain, tmp_path):
-    checkpoint = pretrain("--attention", "lln_diag")
+    checkpoint = pretrain("--attention", "lln_diag", "--rotary")
     export(checkpoint, tmp_path / "out")
     tokens = padded_batch()
     torch.save(tokens, tmp_path / "tokens.pt")
@@ -483,7 +496,6 @@ def test_added_tokens_and_prefix_space_are_exported(kind, tmp_path):
         (("--attention", "performer"), "performer cannot be exported: choose from softmax, lln, lln_diag"),
         (("--attention", "softmax", "--activation-fn", "relu"), "activation_fn=relu cannot be exported"),
         (("--attention", "lln", "--pooling", "mean"), "pooling=mean cannot be exported"),
-        (("--attention", "lln", "--rotary"), "rotary=True cannot be exported"),
     ],
 )
 def test_unsupported_model_is_rejected(options, message, pretrain, tmp_path, capsys):

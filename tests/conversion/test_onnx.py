@@ -35,6 +35,8 @@ MODELS = {
     "lln softmax": ("--encoder-layers", 2, "--softmax-layers", "0"),
     "lln_diag global": (*JOINT, "--lln-diag-global-tokens", "11"),
     "lln_diag segment": (*JOINT, "--lln-diag-global-tokens", "first_segment", "--max-positions", 300),
+    "softmax rotary pre-norm": ("--rotary", "--encoder-normalize-before", "--encoder-layers", 2),
+    "lln_diag rotary pre-norm": (*JOINT, "--rotary", "--encoder-normalize-before"),
     "lln_diag batch": (*BLOCKS, "--lln-diag-scope", "batch"),
 }
 
