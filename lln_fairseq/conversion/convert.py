@@ -68,7 +68,7 @@ def convert(
         raise UserError(f"--dictionary is for a fairseq checkpoint, but {source} is a directory: leave it out")
     with new_directory(out) as directory:
         if source.is_dir():
-            encoder = read_hugging_face_directory(source)
+            encoder = read_hugging_face_directory(source, attention)
         else:
             encoder = read_fairseq_checkpoint(source, dictionary, heads, attention)
         if positions is not None:

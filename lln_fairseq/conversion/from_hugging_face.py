@@ -1,9 +1,10 @@
-"""Read the encoder of a Hugging Face RoBERTa, XLM-R or BERT directory.
+"""Read the encoder of a Hugging Face RoBERTa, XLM-R or BERT directory, or of one that `lln-fairseq export` wrote.
 
-All three apply layer norm after each sublayer. A BERT becomes a RoBERTa in two steps: the embedding of token type 0,
-which every token has in this project, is added to the positional embeddings, and row p of their table moves to p + 2.
+A BERT becomes a RoBERTa in two steps: the embedding of token type 0, which every token has in this project, is added to
+the positional embeddings, and row p of their table moves to p + 2.
 """
 
+import dataclasses
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,11 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.checkpoints.config import POSITION_OFFSET
 from lln_fairseq.checkpoints.reading import check_weights, load_plain_data, verify_checksums
 from lln_fairseq.conversion.directory import CONFIG, read_json
 from lln_fairseq.conversion.encoder import HEAD, ImportedEncoder, choose_pooling, summarize_names
 from lln_fairseq.conversion.parameter_names import (
+    ATTENTION_PREFIX,
+    ENCODER,
     HEAD_BIAS,
     HEAD_WEIGHT,
     TOKEN_TYPES,
@@ -32,8 +36,9 @@ from lln_fairseq.models.adapt import EMBEDDING, POSITIONS
 from lln_fairseq.text.special_symbols import PAD
 
 BERT = "bert"
-MODEL_TYPES = ("roberta", "xlm-roberta", BERT)
-ROTARY = "its positions are rotary, and this project's models add a learned embedding to each position"
+OURS = "lln_roberta"  # the models that `lln-fairseq export` writes with code
+MODEL_TYPES = ("roberta", "xlm-roberta", BERT, OURS)
+ROTARY = "its positions are only rotary, and this project's models also add a learned embedding to each position"
 RELATIVE = "its attention has relative positions, and this project's models add a learned embedding to each position"
 CAUSAL = "it is a decoder, whose tokens see only the tokens before them"
 PRE_NORM = "it applies layer norm before each sublayer, and only models that apply it after each are read"
@@ -73,11 +78,12 @@ HEADS = re.compile(r"(lm_head|cls\.predictions)\.")
 CONVERTED_PARTS = re.compile(r"(embeddings|encoder|lm_head|cls\.predictions)\.")
 
 
-def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
+def read_hugging_face_directory(directory: Path, attention: str = "") -> ImportedEncoder:
     """Read the encoder in a Hugging Face directory, with its tokenizer and, if it has one, its language-model head.
 
     The rows of the embedding are put in the order of fairseq's ids. Heads for other tasks are left out, with a note.
-    `directory` can also be a model of sentence-transformers, see `locate_model`.
+    `directory` can also be a model of sentence-transformers, see `locate_model`. An exported model keeps the options
+    and the parameters of its attention only if that is `attention`, the attention of the converted model.
 
     Raises:
         UserError: if the architecture is not supported, a tensor is missing, unknown or of the wrong shape, or the
@@ -89,16 +95,20 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
         raise UserError(
             f"{directory} is not a Hugging Face directory: it has no {CONFIG}{_checkpoint_advice(directory)}"
         )
-    _check_architecture(read_json(config_file), config_file)
-    model, loading_info = _load_model(directory)
+    stated_config = read_json(config_file)
+    _check_architecture(stated_config, config_file)
+    model, loading_info = _load_model(directory, stated_config["model_type"])
     config = model.config
     bert = config.model_type == BERT
+    is_ours = config.model_type == OURS
     sizes = ModelSizes(
         vocabulary=config.vocab_size,
         positions=config.max_position_embeddings,
         features=config.hidden_size,
         ffn_features=config.intermediate_size,
         layers=config.num_hidden_layers,
+        pre_norm=is_ours and config.normalize_before,
+        embedding_norm=not is_ours or config.normalize_embedding,
     )
     pooling = read_pooling(root, sizes.features)
     prompt_notes = check_prompts(root)
@@ -126,6 +136,14 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
 
     parameters = {name.fairseq: tensors[name.hugging_face] for name in names}
     options = _read_options(config)
+    options["encoder_normalize_before"] = sizes.pre_norm
+    options["layernorm_embedding"] = sizes.embedding_norm
+    if is_ours and config.rotary_base is not None:
+        options["rotary"] = True
+        options["rotary_base"] = config.rotary_base
+    if is_ours and config.attention == attention:
+        parameters |= _attention_parameters(tensors)
+        options |= _attention_options(config)
     unused_rows = 0
     if not bert:  # RoBERTa counts positions from the id of the padding
         _check_padding(config.pad_token_id, vocabulary.order[PAD], directory)
@@ -143,12 +161,21 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
     return ImportedEncoder(parameters, options, vocabulary.symbols, vocabulary.files, notes, pooling)
 
 
-def _load_model(directory: Path) -> tuple[Any, dict[str, Any]]:
+def _load_model(directory: Path, model_type: str) -> tuple[Any, dict[str, Any]]:
     """Load a masked language model in float32, and return it with what transformers reports about the file.
 
-    Parameters that the file lacks are random. Raises UserError if the weights are damaged or too small for config.json.
+    Parameters that the file lacks are random. The code in an exported model's directory is not used. Raises UserError
+    if the weights are damaged or too small for config.json.
     """
-    from transformers import AutoConfig, AutoModelForMaskedLM  # here, because importing it takes seconds
+    import transformers  # here, because importing it takes seconds
+
+    config_class: Any = transformers.AutoConfig
+    model_class: Any = transformers.AutoModelForMaskedLM
+    if model_type == OURS:
+        from lln_fairseq.conversion import modeling_lln_roberta as modeling
+
+        config_class = modeling.LLNRobertaConfig
+        model_class = modeling.LLNRobertaForMaskedLM
 
     files = list(directory.glob("model*.safetensors")) or list(directory.glob("pytorch_model*.bin"))
     for file in files:
@@ -156,14 +183,14 @@ def _load_model(directory: Path) -> tuple[Any, dict[str, Any]]:
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     try:
         with silence():
-            config = AutoConfig.from_pretrained(directory, **options)
+            config = config_class.from_pretrained(directory, **options)
             layer = 4 * config.hidden_size**2 + 2 * config.hidden_size * config.intermediate_size
             rows = config.vocab_size + config.max_position_embeddings
             num_parameters = rows * config.hidden_size + config.num_hidden_layers * layer
             # Before so much memory is allocated. Without files, transformers says which ones it looked for.
             if files and num_parameters > sum(file.stat().st_size for file in files):
                 raise ValueError(f"the sizes in {CONFIG} make {num_parameters} parameters, more than the files hold")
-            model, loading_info = AutoModelForMaskedLM.from_pretrained(
+            model, loading_info = model_class.from_pretrained(
                 directory,
                 config=config,
                 dtype=torch.float32,
@@ -257,6 +284,26 @@ def _read_options(config: Any) -> dict[str, Any]:
         "attention_dropout": config.attention_probs_dropout_prob,
         "layer_norm_eps": config.layer_norm_eps,
     }
+
+
+def _attention_options(config: Any) -> dict[str, Any]:
+    """Return the options of LLNRobertaModel for the attention of an exported model."""
+    options = {"softmax_layers": ",".join(str(layer) for layer in config.softmax_layers)}
+    for field in dataclasses.fields(MECHANISMS[config.attention].config):
+        options[f"{config.attention}_{field.name}"] = getattr(config, field.name)
+    return options
+
+
+def _attention_parameters(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the own parameters of an exported model's attention, such as learned gains, under fairseq's names."""
+    parameters = {}
+    for name, value in tensors.items():
+        match = re.fullmatch(
+            r"encoder\.layer\.(\d+)\.attention\.self\.(\w+)", name
+        )  # the projections have one more dot
+        if match is not None:
+            parameters[f"{ENCODER}layers.{match[1]}.{ATTENTION_PREFIX}{match[2]}"] = value
+    return parameters
 
 
 def _note_unused_tensors(unexpected: Iterable[str], directory: Path) -> list[str]:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fairseq.data import Dictionary
+from safetensors.torch import load_file
 from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
@@ -77,6 +78,48 @@ def test_roberta_is_restored_exactly(tmp_path):
     torch.testing.assert_close(logits, hugging_face_logits(model, tokens), rtol=0, atol=1e-5)
     converted_logits = compute_logits(tmp_path / "converted/model.pt", tokens)
     torch.testing.assert_close(logits[real], converted_logits[real], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["softmax", "lln_diag"])
+def test_rotary_pre_norm_model_is_restored_exactly(attention, sources, tmp_path):
+    convert(sources["roberta"][1], tmp_path / "source", attention)
+    checkpoint = tmp_path / "source" / "model.pt"
+    state = torch.load(checkpoint)
+    options = {"rotary": True, "rotary_base": 700.0, "encoder_normalize_before": True, "layernorm_embedding": False}
+    if attention == "lln_diag":
+        options |= {"lln_diag_gain": "learned", "lln_diag_block_size": 8, "lln_diag_mix": "joint_offset"}
+        options["softmax_layers"] = "1"
+        attention_name = "encoder.sentence_encoder.layers.0.self_attn.attention."
+        state["model"] |= {f"{attention_name}log_gain": torch.randn(2, 2), f"{attention_name}offset": torch.randn(2)}
+    state["cfg"]["model"] |= options
+    for kind in ("weight", "bias"):
+        norm = state["model"].pop(f"encoder.sentence_encoder.layernorm_embedding.{kind}")
+        state["model"][f"encoder.sentence_encoder.layer_norm.{kind}"] = norm
+    torch.save(state, checkpoint)
+
+    export(checkpoint, tmp_path / "exported")
+    convert(tmp_path / "exported", tmp_path / "restored", attention)
+    export(tmp_path / "restored" / "model.pt", tmp_path / "again")
+
+    tokens = padded_batch(len(state["model"]["encoder.sentence_encoder.embed_tokens.weight"]))
+    real = tokens != 1
+    expected = compute_logits(checkpoint, tokens)[real]
+    torch.testing.assert_close(compute_logits(tmp_path / "restored" / "model.pt", tokens)[real], expected)
+    model = AutoModelForMaskedLM.from_pretrained(tmp_path / "again", trust_remote_code=True)
+    torch.testing.assert_close(hugging_face_logits(model, tokens)[real], expected, rtol=1e-4, atol=1e-5)
+    assert (tmp_path / "again/config.json").read_text() == (tmp_path / "exported/config.json").read_text()
+    before = load_file(tmp_path / "exported" / "model.safetensors")
+    after = load_file(tmp_path / "again" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_exported_model_gets_another_attention(sources, tmp_path):
+    convert(sources["roberta"][1], tmp_path / "source", "lln_diag")
+    export(tmp_path / "source" / "model.pt", tmp_path / "exported")
+    convert(tmp_path / "exported", tmp_path / "restored", "softmax")
+    model, _ = load_model(str(tmp_path / "restored" / "model.pt"))
+    assert model.args.attention == "softmax"
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
