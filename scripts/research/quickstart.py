@@ -1,15 +1,16 @@
-"""Prepare the demo data, pre-train, fine-tune, evaluate, and print a table. scripts/quickstart.sh starts this program.
+"""Show on real text what this project does. scripts/quickstart.sh starts this program.
+
+A tiny model with LLN+Diag is pre-trained from scratch on short reviews, for as long as it takes to see its loss fall.
+Then all-MiniLM-L6-v2, a published encoder, is fine-tuned on movie reviews with its softmax attention and made linear.
 
 Run an interrupted command again to continue it: training resumes, and finished steps are not repeated.
 """
 
 import argparse
-import csv
 import json
 import os
 import sys
 import time
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,36 +18,58 @@ import torch
 from omegaconf import OmegaConf
 
 from data_prep.encoders import ENCODERS
-from lln_fairseq.analysis.events import Curve, read_curves
+from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.command import run_main
 from lln_fairseq.terminal import text_table
 from scripts.figures import Settings, figure_8
+from scripts.research.conversion import LONG, time_calls
 from scripts.research.training import call, call_logged, format_override, prepare_demo_data, score, train_words
 
 ATTENTION = "lln_diag"
 BASELINE = "softmax"
-SPLITS = {"valid": "dev", "test": "test"}  # the names of the files in GLUE's layout
-READING = """
-Half a million tokens of pre-training do not help this task; --compare shows the same model without pre-training. To see
-a real pre-trained encoder, and how it is linearized: scripts/quickstart.sh --from-pretrained"""
-
-# --from-pretrained
 ENCODER = "minilm"
-LINEAR_OPTIONS = {"mix": "joint_offset", "gain": "learned", "block_size": "32"}
-TRANSFER_STEPS = 200
-TRANSFER_LENGTH = 128  # tokens of the longest training text of linearize; the demo's sentences have 27 on average
+PRETRAINING_UPDATES = 500
+# With blocks of 8 tokens, most pairs of tokens of a review, which has 27 on average, attend by LLN.
+LINEAR_OPTIONS = ["mix=joint_offset", "gain=learned", "block_size=8"]
+TRANSFER_STEPS = 100
+SPLIT = "test"
 
 
-class Experiment:
+class Quickstart:
     """Runs programs one after the other, with their output in OUT/logs, and keeps their wall times in seconds."""
 
-    def __init__(self, args: argparse.Namespace, out: Path) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.out = out
+        self.out = Path(args.out)
         self.run_override = "run=gpu1" if torch.cuda.is_available() else "run=cpu"
-        self.suffix = "" if args.seed == 1 else f"_seed{args.seed}"  # ends the names of fine-tunings
         self.times: dict[str, float] = {}
-        self.data = args.data
+
+    def run_all(self) -> None:
+        install_seconds = int(os.environ.get("LLN_INSTALL_SECONDS", "0"))
+        if install_seconds:
+            self.times["install"] = install_seconds
+        losses = self.pretrain()
+        encoder = self.out / "encoder"
+        if not (encoder / ENCODERS[ENCODER].files[-1]).is_file():
+            call(["data_prep.encoders", ENCODER, "--out", str(encoder)])
+        softmax = self.out / BASELINE
+        if not (softmax / "model.pt").is_file():
+            self.step("convert", ["lln_fairseq", "convert", str(encoder), str(softmax), "--attention", BASELINE])
+        data = f"{self.args.data}-{ENCODER}"
+        prepare_demo_data(data, self.args.archive, softmax)
+        teacher = self.finetune(softmax / "model.pt", data)
+        linear = self.linearize(teacher, data)
+
+        checkpoints = {BASELINE: teacher / "checkpoint_best.pt", ATTENTION: linear / "model.pt"}
+        milliseconds = time_calls(checkpoints, LONG)[str(LONG)]
+        rows = [["", f"accuracy on {SPLIT} [%]", f"one text of {LONG} tokens, one thread [ms]"]]
+        for name, directory in ((BASELINE, teacher), (ATTENTION, linear)):
+            accuracy = json.loads((directory / f"{SPLIT}.json").read_text())["accuracy"]
+            rows.append([name, f"{100 * accuracy:.1f}", f"{milliseconds[name]:.0f}"])
+        print(f"\npre-training, loss on held-out text: {losses[0]:.2f} bits at first, {losses[-1]:.2f} at last")
+        print(f"\n{ENCODER}, fine-tuned with {BASELINE} and made linear:\n{text_table(rows)}")
+        print(f"times as fast: {milliseconds[BASELINE] / milliseconds[ATTENTION]:.2f}\n\n{self.times_table()}")
+        print(f"\nTensorBoard: {self.out}, watch it with: tensorboard --logdir {self.out}")
 
     def step(self, name: str, words: list[str], updates: int | None = None) -> None:
         """Run `python -m WORDS`. `updates` is the length of its progress bar."""
@@ -54,13 +77,42 @@ class Experiment:
         call_logged(name, words, self.out / "logs" / f"{name.replace(' ', '_')}.log", updates)
         self.times[name] = time.monotonic() - start
 
-    def finetune(self, name: str, overrides: list[str], updates: int) -> dict[str, dict[str, float]]:
-        """Fine-tune in OUT/finetune_NAME, and return the scores of the best checkpoint by split."""
-        directory = self.out / f"finetune_{name}"
-        overrides = [self.run_override, f"common.seed={self.args.seed}", *overrides]
-        self.step(f"fine-tune {name}", train_words("finetune", directory, overrides), updates)
-        score(directory, list(SPLITS), partial(self.step, f"evaluate {name}"))
-        return {split: json.loads((directory / f"{split}.json").read_text()) for split in SPLITS}
+    def pretrain(self) -> list[float]:
+        """Pre-train from scratch, draw OUT/pretraining.png, and return the validation losses in bits."""
+        prepare_demo_data(self.args.data, self.args.archive)
+        updates = self.args.updates or PRETRAINING_UPDATES
+        directory = self.out / "pretrain"
+        overrides = ["model=nano", f"attention={ATTENTION}", self.run_override, "corpus=demo"]
+        overrides += [format_override("task.data", f"{self.args.data}/lm"), f"optimization.max_update={updates}"]
+        overrides.append(f"dataset.validate_interval_updates={max(1, updates // 10)}")
+        self.step("pre-train", train_words("pretrain", directory, overrides), updates)
+        curves = read_curves(directory / "tensorboard")
+        figure_8(Settings(runs={ATTENTION: curves})).save(self.out / "pretraining.png")
+        return curves["valid/loss"].values
+
+    def finetune(self, start: Path, data: str) -> Path:
+        """Fine-tune the encoder with softmax, and return the directory with the checkpoints and SPLIT.json."""
+        directory = self.out / f"finetune_{BASELINE}"
+        updates = self.args.updates or OmegaConf.load("configs/glue/demo_minilm.yaml").optimization.max_update
+        overrides = ["glue=demo_minilm", "model=minilm", f"attention={BASELINE}", self.run_override]
+        overrides += [format_override("task.data", f"{data}/sentiment"), f"task.max_positions={LONG}"]
+        overrides.append(f"optimization.max_update={updates}")
+        overrides.append(format_override("checkpoint.finetune_from_model", start))
+        self.step("fine-tune", train_words("finetune", directory, overrides), updates)
+        score(directory, [SPLIT], partial(self.step, f"evaluate {BASELINE}"))
+        return directory
+
+    def linearize(self, teacher: Path, data: str) -> Path:
+        """Make the classifier linear, and return the directory with the model and SPLIT.json."""
+        directory = self.out / "linear"
+        words = ["lln_fairseq", "linearize", str(teacher / "checkpoint_best.pt"), f"{data}/sentiment", str(directory)]
+        words += ["--attention", ATTENTION, "--option", *LINEAR_OPTIONS]
+        words += ["--steps", str(self.args.updates or TRANSFER_STEPS), "--evaluate-rows", "1"]
+        self.step("linearize", words)
+        scores = str(directory / "{split}.json")
+        evaluate = ["lln_fairseq", "evaluate", str(directory / "model.pt"), f"{data}/sentiment", "--split", SPLIT]
+        self.step(f"evaluate {ATTENTION}", [*evaluate, "--json", scores])
+        return directory
 
     def times_table(self) -> str:
         rows = [("wall time of this command", "[s]")]
@@ -69,195 +121,17 @@ class Experiment:
         return text_table(rows)
 
 
-@dataclass
-class Variant:
-    """A model that is fine-tuned: one column of the table."""
-
-    name: str
-    attention: str
-    pretrained: bool = True
-
-
-class Quickstart(Experiment):
-    """Pre-trains and fine-tunes LLN+Diag and, with --compare, softmax and a model without pre-training."""
-
-    def run_all(self) -> None:
-        install_seconds = int(os.environ.get("LLN_INSTALL_SECONDS", "0"))
-        if install_seconds:
-            self.times["install"] = install_seconds
-        start = time.monotonic()
-        prepare_demo_data(self.args.data, self.args.archive)
-        self.times["data"] = time.monotonic() - start
-        variants = [Variant(ATTENTION + self.suffix, ATTENTION)]
-        if self.args.compare:
-            variants.append(Variant(BASELINE + self.suffix, BASELINE))
-            variants.append(Variant(f"no_pretraining{self.suffix}", ATTENTION, pretrained=False))
-        scores = {}
-        for variant in variants:
-            if variant.pretrained:
-                self.pretrain(variant.attention)
-            scores[variant.name] = self.finetune_variant(variant)
-        print(f"\n{self.results_table(variants, scores)}\n\n{self.times_table()}")
-        dev, test = bag_of_words_accuracies(Path(self.args.data))
-        print(f"\nTF-IDF and logistic regression: {100 * dev:.1f} % on dev, {100 * test:.1f} % on test")
-        print(READING)
-        pictures = ", ".join(map(str, self.draw_curves(variants)))
-        print(f"\ncurves: {pictures}\nTensorBoard: {self.out}, watch it with: tensorboard --logdir {self.out}")
-
-    def pretrain(self, attention: str) -> None:
-        updates = self.args.updates or OmegaConf.load("configs/corpus/demo.yaml").optimization.max_update
-        overrides = ["model=nano", f"attention={attention}", self.run_override, "corpus=demo"]
-        overrides += [format_override("task.data", f"{self.args.data}/lm"), f"optimization.max_update={updates}"]
-        words = train_words("pretrain", self.out / f"pretrain_{attention}", overrides)
-        self.step(f"pre-train {attention}", words, updates)
-
-    def finetune_variant(self, variant: Variant) -> dict[str, dict[str, float]]:
-        overrides = ["model=nano", f"attention={variant.attention}", "glue=demo"]
-        overrides.append(format_override("task.data", f"{self.args.data}/sentiment"))
-        if variant.pretrained:
-            start = self.out / f"pretrain_{variant.attention}" / "checkpoint_best.pt"
-            overrides.append(format_override("checkpoint.finetune_from_model", start))
-        updates = OmegaConf.load("configs/glue/demo.yaml").lr_scheduler.total_num_update
-        if self.args.updates:
-            updates = min(updates, self.args.updates)
-            overrides.append(f"optimization.max_update={updates}")
-        return self.finetune(variant.name, overrides, updates)
-
-    def results_table(self, variants: list[Variant], scores: dict[str, dict[str, dict[str, float]]]) -> str:
-        rows = [["", *scores]]
-        for index, label in ((0, "first"), (-1, "last")):
-            losses = [self.pretraining_loss(variant, index) for variant in variants]
-            rows.append([f"pre-training valid loss, {label} [bits]", *losses])
-        for split, label in SPLITS.items():
-            for metric, words in (("accuracy", "accuracy on"), ("majority", "majority class of")):
-                cells = [f"{100 * by_split[split][metric]:.1f}" for by_split in scores.values()]
-                rows.append([f"{words} {label} [%]", *cells])
-        return text_table(rows)
-
-    def pretraining_loss(self, variant: Variant, index: int) -> str:
-        """Return the first (0) or last (-1) validation loss in bits, or "-" without pre-training or validation."""
-        if not variant.pretrained or "valid/loss" not in self.pretraining_curves(variant.attention):
-            return "-"
-        return f"{self.pretraining_curves(variant.attention)['valid/loss'].values[index]:.2f}"
-
-    def pretraining_curves(self, attention: str) -> dict[str, Curve]:
-        return read_curves(self.out / f"pretrain_{attention}" / "tensorboard")
-
-    def draw_curves(self, variants: list[Variant]) -> list[Path]:
-        """Draw OUT/pretraining.png and OUT/finetuning.png: the losses, and for fp16 the inverse loss scales."""
-        pretraining = {}
-        finetuning = {}
-        for variant in variants:
-            if variant.pretrained:
-                pretraining[variant.attention] = self.pretraining_curves(variant.attention)
-            finetuning[variant.name] = read_curves(self.out / f"finetune_{variant.name}" / "tensorboard")
-        paths = [self.out / "pretraining.png", self.out / "finetuning.png"]
-        for path, runs in zip(paths, (pretraining, finetuning), strict=True):
-            figure_8(Settings(runs=runs)).save(path)
-        return paths
-
-
-class FromPretrained(Experiment):
-    """Linearizes all-MiniLM-L6-v2, and fine-tunes it on the demo's reviews in three forms.
-
-    These are the softmax encoder, LLN+Diag swapped in without training, and LLN+Diag after `lln-fairseq linearize`.
-    """
-
-    def run_all(self) -> None:
-        encoder = self.out / "encoder"
-        teacher = self.out / BASELINE
-        linear = self.out / "linear"
-        self.data = f"{self.args.data}-{ENCODER}"
-        if not (encoder / ENCODERS[ENCODER].files[-1]).is_file():
-            call(["data_prep.encoders", ENCODER, "--out", str(encoder)])
-        if not (teacher / "model.pt").is_file():
-            self.step("convert", ["lln_fairseq", "convert", str(encoder), str(teacher), "--attention", BASELINE])
-        prepare_data = ["data_prep.demo", "--out", self.data, "--tokenizer", str(teacher)]
-        if self.args.archive:
-            prepare_data += ["--archive", self.args.archive]
-        call(prepare_data)
-        self.linearize(teacher, linear)
-
-        options = [f"model.{ATTENTION}_{key}={value}" for key, value in LINEAR_OPTIONS.items()]
-        accuracies = {
-            "its softmax": self.finetune_encoder("softmax", teacher, [f"attention={BASELINE}"]),
-            "LLN+Diag swapped in": self.finetune_encoder("swapped", teacher, [f"attention={ATTENTION}", *options]),
-            "LLN+Diag after transfer": self.finetune_encoder(
-                "linearized", linear, [f"attention={ATTENTION}", *options]
-            ),
-            "TF-IDF, logistic regression": bag_of_words_accuracies(Path(self.data)),
-        }
-        rows = [["", "dev [%]", "test [%]"]]
-        for name, values in accuracies.items():
-            rows.append([name, *(f"{100 * accuracy:.1f}" for accuracy in values)])
-        print(f"accuracy after fine-tuning\n{text_table(rows)}\n\n{self.times_table()}")
-
-    def linearize(self, teacher: Path, linear: Path) -> None:
-        """Train the linear attention on the demo's text, and print its quality on held-out texts."""
-        words = ["lln_fairseq", "linearize", str(teacher / "model.pt"), f"{self.data}/lm", str(linear)]
-        words += ["--attention", ATTENTION, "--option", *(f"{key}={value}" for key, value in LINEAR_OPTIONS.items())]
-        words += ["--length", str(TRANSFER_LENGTH), "--steps", str(self.args.updates or TRANSFER_STEPS)]
-        self.step("linearize", words)
-        log = (self.out / "logs" / "linearize.log").read_text()
-        print(log.partition("held-out")[2].partition("held-out")[0])
-
-    def finetune_encoder(self, name: str, start: Path, attention: list[str]) -> list[float]:
-        """Fine-tune the encoder in the directory `start`, and return the accuracies on dev and test."""
-        overrides = ["glue=demo_minilm", "model=minilm", *attention]
-        overrides.append(format_override("task.data", f"{self.data}/sentiment"))
-        updates = OmegaConf.load("configs/glue/demo_minilm.yaml").lr_scheduler.total_num_update
-        if self.args.updates:
-            updates = self.args.updates
-            overrides.append(f"optimization.max_update={updates}")
-        overrides.append(format_override("checkpoint.finetune_from_model", start / "model.pt"))
-        return [scores["accuracy"] for scores in self.finetune(name + self.suffix, overrides, updates).values()]
-
-
-def bag_of_words_accuracies(data: Path) -> list[float]:
-    """Return the accuracies of TF-IDF with logistic regression on dev and test of the demo's sentences.
-
-    scikit-learn's default options are used. `data` is the directory that data_prep.demo has built.
-    """
-    from sklearn.feature_extraction.text import TfidfVectorizer
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.pipeline import make_pipeline
-
-    model = make_pipeline(TfidfVectorizer(), LogisticRegression())
-    model.fit(*_read_sentences(data, "train"))
-    return [model.score(*_read_sentences(data, name)) for name in SPLITS.values()]
-
-
-def _read_sentences(data: Path, name: str) -> tuple[list[str], list[str]]:
-    """Return the sentences and the labels of DATA/raw/SST-2/NAME.tsv."""
-    with (data / f"raw/SST-2/{name}.tsv").open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
-    return [row["sentence"] for row in rows], [row["label"] for row in rows]
-
-
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="scripts/quickstart.sh", description=__doc__)
-    parser.add_argument("--compare", action="store_true", help="also train softmax, and fine-tune without pre-training")
-    parser.add_argument(
-        "--from-pretrained",
-        action="store_true",
-        help="instead: download all-MiniLM-L6-v2 (84 MB), linearize it and compare it with the original",
+    parser = argparse.ArgumentParser(
+        prog="scripts/quickstart.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--archive", help="local copy of the demo's source archive, for machines without a network")
     parser.add_argument("--data", default="data-bin/demo", help="directory of the demo data (default: %(default)s)")
     parser.add_argument("--out", default="runs/quickstart", help="checkpoints, logs, pictures (default: %(default)s)")
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=1,
-        help="seed of fine-tuning (default: %(default)s); another seed in the same --out repeats only fine-tuning",
-    )
     parser.add_argument("--updates", type=int, help="maximum updates of each run, to try everything quickly")
-    args = parser.parse_args(argv)
-    if args.from_pretrained:
-        experiment: FromPretrained | Quickstart = FromPretrained(args, Path(args.out) / f"from_{ENCODER}")
-    else:
-        experiment = Quickstart(args, Path(args.out))
-    return run_main(experiment.run_all, "\ninterrupted; run the same command again to continue")
+    return run_main(
+        Quickstart(parser.parse_args(argv)).run_all, "\ninterrupted; run the same command again to continue"
+    )
 
 
 if __name__ == "__main__":

@@ -114,9 +114,14 @@ def is_newer(result: Path, source: Path) -> bool:
     return result.exists() and result.stat().st_mtime > source.stat().st_mtime
 
 
-def prepare_demo_data(directory: str, archive: str | None) -> None:
-    """Build the demo data, or keep it if it is built. `archive` is a local copy of its source, None downloads it."""
+def prepare_demo_data(directory: str, archive: str | None, tokenizer: Path | None = None) -> None:
+    """Build the demo data, or keep it if it is built.
+
+    `archive` is a local copy of its source; None downloads it. Without the directory of a tokenizer, one is trained.
+    """
     words = ["data_prep.demo", "--out", directory]
+    if tokenizer is not None:
+        words += ["--tokenizer", str(tokenizer)]
     if archive:
         words += ["--archive", archive]
     call(words)

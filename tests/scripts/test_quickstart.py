@@ -7,10 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from lln_fairseq.linearize import linearize
 from scripts.research import quickstart
+from scripts.research.training import compose_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,6 +78,40 @@ def test_missing_archive_ends_the_quickstart_in_one_line(tmp_path):
     assert not (tmp_path / "data").exists()
 
 
+def test_quickstart_commands_parse(tmp_path, monkeypatch, capsys):
+    commands = {}
+
+    def run(name, command, *args):
+        commands[name] = command
+        for folder in ("finetune_softmax", "linear"):
+            (tmp_path / "out" / folder).mkdir(parents=True, exist_ok=True)
+            (tmp_path / "out" / folder / "checkpoint_best.pt").touch()
+            (tmp_path / "out" / folder / "test.json").write_text('{"accuracy": 0.875}')
+
+    monkeypatch.setattr(quickstart, "call_logged", run)
+    monkeypatch.setattr(quickstart, "call", lambda command: None)
+    monkeypatch.setattr(quickstart, "prepare_demo_data", lambda *args: None)
+    curves = {"valid/loss": SimpleNamespace(values=[12.5, 8.5])}
+    monkeypatch.setattr(quickstart, "read_curves", lambda directory: curves)
+    monkeypatch.setattr(quickstart, "figure_8", lambda settings: SimpleNamespace(save=lambda path: None))
+    monkeypatch.setattr(quickstart, "time_calls", lambda checkpoints, length: {"512": {"softmax": 90, "lln_diag": 60}})
+    monkeypatch.chdir(ROOT)
+
+    assert quickstart.main(["--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")]) == 0
+
+    pretraining = compose_config("pretrain", commands["pre-train"][4:])
+    assert (pretraining.model.attention, pretraining.optimization.max_update) == ("lln_diag", 500)
+    finetuning = compose_config("finetune", commands["fine-tune"][4:])
+    assert (finetuning.model.attention, finetuning.model.encoder_embed_dim) == ("softmax", 384)
+    parsed = []
+    monkeypatch.setattr(linearize, "linearize", parsed.append)
+    linearize.main(commands["linearize"][2:])
+    assert parsed[0].option == {"mix": "joint_offset", "gain": "learned", "block_size": 8}
+    printed = capsys.readouterr().out
+    assert "12.50 bits at first, 8.50 at last" in printed
+    assert "times as fast: 1.50" in printed
+
+
 @pytest.mark.exhaustive
 def test_quickstart_runs_to_the_table_and_skips_finished_steps(tmp_path, monkeypatch, capfd):
     data = subprocess.run(
@@ -91,20 +128,15 @@ def test_quickstart_runs_to_the_table_and_skips_finished_steps(tmp_path, monkeyp
     assert quickstart.main() == 0
 
     first = capfd.readouterr().out
-    for row in (
-        "pre-training valid loss, last [bits]",
-        "accuracy on test [%]",
-        "majority class of test [%]",
-        "wall time",
-    ):
+    for row in ("loss on held-out text", "accuracy on test [%]", "times as fast", "wall time"):
         assert row in first
-    for stage in ("pretraining", "finetuning"):
-        assert (tmp_path / "out" / f"{stage}.png").read_bytes().startswith(b"\x89PNG")
-    score = json.loads((tmp_path / "out" / "finetune_lln_diag" / "test.json").read_text())
-    assert score["rows"] == 992  # every row of the test split
+    assert (tmp_path / "out" / "pretraining.png").read_bytes().startswith(b"\x89PNG")
+    scores = [tmp_path / "out" / folder / "test.json" for folder in ("finetune_softmax", "linear")]
+    for file in scores:
+        assert json.loads(file.read_text())["rows"] == 992  # every row of the test split
     assert list((tmp_path / "out").rglob("events.out.tfevents.*"))
 
-    results = [*(tmp_path / "out").rglob("*.pt"), tmp_path / "out" / "finetune_lln_diag" / "test.json"]
+    results = [*(tmp_path / "out").rglob("*.pt"), scores[0]]
     written = {path: path.stat().st_mtime_ns for path in results}
 
     assert quickstart.main() == 0
