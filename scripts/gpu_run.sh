@@ -50,8 +50,8 @@ measure() {
     { echo; echo "== $name: $state"; tail -n 60 "$out/$name.log"; } >>"$out/report.txt"
 }
 
-attentions=(lln lln_diag lln_diag:mix=joint_offset)
-measure kernels pytest -q -p no:cacheprovider -n 8 "$root"/tests/ops/{test_backends,backends/test_triton}.py
+attentions=(lln lln_diag lln_diag:mix=joint_offset lln_diag:mix=joint_offset,global_tokens=64)
+measure kernels pytest -q -p no:cacheprovider -n 8 "$root"/tests/ops/{test_backends,test_global_tokens,backends/test_triton}.py
 measure attention scripts.benchmarks.attention --dtype float16 --tokens 32768 --attentions "${attentions[@]}" \
     --lengths 512 1024 2048 4096 8192 16384 32768 --json "$out/attention.json"
 measure update scripts.benchmarks.model --preset base --json "$out/update.json" \

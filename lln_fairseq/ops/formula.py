@@ -294,6 +294,13 @@ def _block_padding(heads: Heads) -> Tensor:
     return split_blocks(padding, heads).mT
 
 
+def count_global_keys(max_global: int, length: int, block_size: int) -> int:
+    """Return K, the number of global tokens that lie before the last block. `block_size` is at most N."""
+    if length == 0:
+        return 0
+    return min(max_global, (length - 1) // block_size * block_size)
+
+
 def global_key_padding(max_global: int, inputs: Inputs, block_size: int, blocks: int) -> Tensor | None:
     """Return, for every block, which of the first K tokens of the sequence are not global keys of that block.
 
@@ -304,8 +311,8 @@ def global_key_padding(max_global: int, inputs: Inputs, block_size: int, blocks:
     length = inputs.q.shape[2]
     assert inputs.global_counts is not None
     if isinstance(length, int):
-        max_global = min(max_global, (blocks - 1) * block_size)  # those before the last block
-        if max_global <= 0:
+        max_global = count_global_keys(max_global, length, block_size)
+        if max_global == 0:
             return None
     token = torch.arange(max_global, device=inputs.q.device)
     block_start = block_size * torch.arange(blocks, device=inputs.q.device)

@@ -8,7 +8,7 @@ from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_padding, random_qkv, relative_rms
 
 TESTED_MIXES = ("lln", "average", "joint_offset")
-GLOBAL = "global"  # joint_offset with GLOBAL_TOKENS global tokens, which Triton does not support
+GLOBAL = "global"  # joint_offset with GLOBAL_TOKENS global tokens
 GLOBAL_TOKENS = 3
 NAMES = ("out", "q", "k", "v", "alpha", "beta", "offset")
 OFFSETS = torch.tensor([0.8, -1.5, 0.0, 0.3, -0.7, 1.0])

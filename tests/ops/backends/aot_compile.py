@@ -64,7 +64,7 @@ def compile_only(arch, report, timeout):
         signal.alarm(timeout)
         kernel = original(self, *positional, grid=grid, warmup=True, **keywords)
         signal.alarm(0)
-        report(self.__name__, kernel)
+        report(kernel.name, kernel)
         return kernel
 
     JITFunction.run = run
@@ -94,7 +94,8 @@ def cases(dim, dtype):
     def run_forward_and_backward(length, spec, offset=None):
         q, k, v, alpha, beta, padding = inputs(length, dim, dtype)
         seed = torch.ones(1, dtype=torch.int64) if spec.dropout else None
-        out = attend(spec, Inputs(q, k, v, alpha, beta, offset, padding, seed=seed), "triton")
+        counts = torch.ones(2, dtype=torch.int64) if spec.max_global else None
+        out = attend(spec, Inputs(q, k, v, alpha, beta, offset, padding, counts, seed), "triton")
         out.backward(torch.empty_like(out))
 
     def lln(*lengths):
@@ -105,9 +106,10 @@ def cases(dim, dtype):
         for length in lengths:
             run_forward_and_backward(length, Spec(AVERAGE, block_size, dropout))
 
-    def joint(*lengths, block_size=dim, dropout=0.0):
+    def joint(*lengths, block_size=dim, dropout=0.0, max_global=0):
         for length in lengths:
-            run_forward_and_backward(length, Spec(JOINT, block_size, dropout), torch.empty(2, 3))
+            offset = torch.empty(2, 3).requires_grad_()
+            run_forward_and_backward(length, Spec(JOINT, block_size, dropout, max_global=max_global), offset)
 
     def moments(*lengths):
         for length in lengths:
@@ -118,6 +120,7 @@ def cases(dim, dtype):
         "lln": lambda: lln(512, 8192),
         "diag": lambda: diag(512, 8192),
         "joint": lambda: joint(512, 8192),
+        "global": lambda: joint(512, max_global=32),
         "moments": lambda: moments(512, 8192),
     }
     if dtype != torch.bfloat16:  # which takes nearly the same registers as float16
@@ -127,6 +130,8 @@ def cases(dim, dtype):
         functions["joint-dropout"] = lambda: joint(512, dropout=0.1)
         functions["joint-block16"] = lambda: joint(512, block_size=16)
         functions["joint-block256"] = lambda: joint(512, block_size=256)
+        functions["global-block16"] = lambda: joint(512, block_size=16, max_global=32)
+        functions["global-block256"] = lambda: joint(512, block_size=256, max_global=32)
     elif dim != 64:
         functions["block64"] = lambda: diag(512, 8192, block_size=64)
         functions["joint-block64"] = lambda: joint(512, 8192, block_size=64)

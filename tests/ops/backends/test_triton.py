@@ -9,10 +9,11 @@ import torch
 
 from lln_fairseq.ops import dispatch, reference
 from lln_fairseq.ops.backends import triton
-from lln_fairseq.ops.formula import AVERAGE, LLN, Inputs, Spec
+from lln_fairseq.ops.formula import AVERAGE, JOINT, LLN, Inputs, Spec
 from lln_fairseq.ops.lln import lln_diag_attention
 from tests import helpers
 from tests.ops.mixes import (
+    GLOBAL,
     TESTED_MIXES,
     assert_float32_accuracy,
     attend,
@@ -41,15 +42,14 @@ def poisoned(monkeypatch):
 @pytest.fixture
 def many_splits(monkeypatch):
     """Make splits of 32 tokens, so that short sequences use the kernels that combine splits."""
-    for module in (triton, triton.joint):
-        monkeypatch.setattr(module, "split_tokens", lambda length, dim: ((length + 31) // 32, 32))
+    monkeypatch.setattr(triton, "split_tokens", lambda length, dim: ((length + 31) // 32, 32))
 
 
 def padding_mask(batch, length, full_row=False):
     return helpers.random_padding(batch, length, seed=length, full_row=full_row, device=DEVICE)
 
 
-@every_mix
+@pytest.mark.parametrize("mix", [*TESTED_MIXES, GLOBAL])
 def test_several_splits(many_splits, mix):
     tensors = inputs(mix, length=130, device=DEVICE)
     mask = torch.zeros(2, 130, dtype=torch.bool, device=DEVICE)
@@ -83,6 +83,20 @@ def test_layouts_are_not_copied(mix):
     assert triton.aligned(*heads_last)[2].data_ptr() == heads_last[2].data_ptr()
     assert triton.aligned(*packed)[1].data_ptr() == packed[1].data_ptr()
     assert attend(mix, "triton")(*heads_last, *tensors[3:]).stride() == heads_last[0].stride()
+
+
+@pytest.mark.parametrize("block", [16, 48, 80])  # a tile has several blocks, one block, and a part of a block
+def test_splits_with_as_many_global_tokens_as_possible(many_splits, block):
+    tensors = inputs(GLOBAL, length=200, device=DEVICE)
+    mask = padding_mask(2, 200)
+    spec = Spec(JOINT, block, max_global=200)
+    counts = torch.tensor([200, 70], device=DEVICE)
+
+    def attention(backend):
+        return lambda *x: dispatch.attend(spec, Inputs(*x[:5], x[5].expand(2, 3), mask, counts), backend)
+
+    expected = output_and_gradients(attention("torch"), tensors, torch.float64)
+    assert_float32_accuracy(output_and_gradients(attention("triton"), tensors), expected)
 
 
 BLOCK_SIZE = 48
@@ -208,7 +222,7 @@ def test_unsupported_tensors_are_rejected_with_a_reason():
 
 @native
 @pytest.mark.gpu
-@every_mix
+@pytest.mark.parametrize("mix", [*TESTED_MIXES, GLOBAL])
 def test_host_never_waits_for_the_device(mix):
     tensors = inputs(mix, length=4096, dim=64, dtype=torch.float16, device=DEVICE)
     grad = torch.randn_like(tensors[0])

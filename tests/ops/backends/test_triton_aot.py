@@ -32,29 +32,35 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 # than there are. Tiles of half or a quarter of the rows would not spill, but their warps repeat each other's work: they
 # take two to four times as many instructions.
 LARGEST_STACK = {
-    (80, 64, "_joint_out_kernel"): 224,
-    (80, 64, "_joint_dq_kernel"): 1104,
-    (80, 128, "_lln_diag_bwd_kernel"): 288,
-    (80, 128, "_joint_out_kernel"): 208,
-    (80, 128, "_joint_dq_kernel"): 1480,
-    (80, 128, "_joint_dkv_kernel"): 448,
-    (90, 128, "_lln_diag_bwd_kernel"): 528,
-    (90, 128, "_joint_out_kernel"): 240,
-    (90, 128, "_joint_dq_kernel"): 1488,
-    (90, 128, "_joint_dkv_kernel"): 2120,
+    (80, 64, "_output_kernel"): 216,
+    (80, 64, "_backward_kernel_queries"): 1056,
+    (80, 64, "_backward_kernel_keys"): 40,
+    (80, 128, "_output_kernel"): 168,
+    (80, 128, "_backward_kernel_queries"): 976,
+    (80, 128, "_global_keys_kernel"): 72,
+    (80, 128, "_backward_kernel_keys"): 648,
+    (80, 128, "_backward_kernel_queries_keys"): 288,
+    (90, 128, "_output_kernel"): 280,
+    (90, 128, "_backward_kernel_queries"): 1584,
+    (90, 128, "_global_keys_kernel"): 1704,
+    (90, 128, "_backward_kernel_keys"): 2112,
+    (90, 128, "_backward_kernel_queries_keys"): 376,
 }
-TILES = ("lln", "diag", "joint", "moments", "block256", "joint-block256")
-VARIANTS = ("dropout", "block16", "joint-dropout", "joint-block16")
+TILES = ("lln", "diag", "joint", "global", "moments", "block256", "joint-block256", "global-block256")
+VARIANTS = ("dropout", "block16", "joint-dropout", "joint-block16", "global-block16")
 # Architecture, head dim, dtype, and the cases of aot_compile.py.
 COMPILED = [
     (80, 128, "float16", (*TILES, *VARIANTS)),
     (80, 64, "float16", TILES),
-    (80, 128, "bfloat16", ("lln", "block64", "joint-block64", "moments")),
+    (80, 128, "bfloat16", ("lln", "block64", "joint-block64", "global", "moments")),
     (90, 128, "float16", TILES),
 ]
 KERNELS = set()
 for path in (ROOT / "lln_fairseq/ops/backends/triton").glob("*.py"):
     KERNELS.update(re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE))
+# One kernel computes the gradients of queries, of keys, or of both, under a name for each.
+KERNELS.remove("_backward_kernel")
+KERNELS.update(f"_backward_kernel_{passes}" for passes in ("queries", "keys", "queries_keys"))
 
 
 def compile_kernels(arch, dim, dtype, cases):

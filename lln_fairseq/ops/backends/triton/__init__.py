@@ -3,40 +3,47 @@
 The functions never wait for the device, and the launches depend only on shapes, so CUDA graphs can capture them. A long
 sequence is divided into splits, one program for each. Their number depends only on N and D, so that the result for a
 sequence does not depend on the rest of the batch.
+
+The state of the keys is the tensors maximum, log_total and S that device.py defines. maximum and log_total are (B H, D)
+in float32, with logarithms in base 2. S is (B H, D, D) in the dtype of q.
 """
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from lln_fairseq.ops.backends.triton import (
-    backward_kernels,
-    diag_backward_kernels,
-    forward_kernels,
-    moment_kernels,
+from lln_fairseq.ops.backends.triton.backward_kernels import (
+    _backward_kernel,
+    _combine_grad_state_kernel,
+    _global_keys_kernel,
+    _grad_state_kernel,
 )
-from lln_fairseq.ops.backends.triton.joint import joint_backward, joint_out
 from lln_fairseq.ops.backends.triton.launch import (
     aligned,
-    chunk_size,
+    chunk_options,
     device_of,
     kernel_options,
     mask_bytes,
     reason_against,
     split_tokens,
     strides,
-    tiles_for,
     workspace,
 )
+from lln_fairseq.ops.backends.triton.moment_kernels import _moments_combine_kernel, _moments_kernel
+from lln_fairseq.ops.backends.triton.output_kernels import _output_kernel
+from lln_fairseq.ops.backends.triton.state_kernels import _combine_state_kernel, _state_kernel
 from lln_fairseq.ops.exchange import Exchange
-from lln_fairseq.ops.formula import AVERAGE, JOINT, WEIGHTS, Inputs, Spec
+from lln_fairseq.ops.formula import AVERAGE, JOINT, LLN, WEIGHTS, Inputs, Spec, count_global_keys
 from lln_fairseq.ops.moment_matching import calibration_table
 
 __all__ = ["allocate", "backward", "forward", "match_moments", "reason_against"]
+
+StateTensors = tuple[Tensor, Tensor, Tensor]
+Arguments = dict[str, Any]
 
 
 def allocate(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -44,14 +51,11 @@ def allocate(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Sequence[Tens
     return [torch.empty_like(x) for x in aligned(q, k, v)], _empty_state(q)
 
 
-def _empty_state(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialized tensors for m, log_key_sum and S, which `forward` saves and forward_kernels.py defines.
-
-    m and log_key_sum are (B H, D) in float32, with logarithms in base 2. S is (B H, D, D) in the dtype of q.
-    """
+def _empty_state(q: Tensor, dtype: torch.dtype | None = None) -> StateTensors:
+    """Return uninitialized tensors for the state. S gets the dtype, by default that of q."""
     bh = q.shape[0] * q.shape[1]
     dim = q.shape[3]
-    return workspace(q, bh, dim), workspace(q, bh, dim), q.new_empty(bh, dim, dim)
+    return workspace(q, bh, dim), workspace(q, bh, dim), q.new_empty(bh, dim, dim, dtype=dtype)
 
 
 def forward(
@@ -64,113 +68,89 @@ def forward(
         table = calibration_table(inputs.q.shape[-1], inputs.q.device)
         alpha, beta = match_moments(inputs.q, inputs.k, inputs.padding, table)
     q, k, v = aligned(*inputs[:3])
-    padding = mask_bytes(inputs.padding)
+    call = _call_arguments(spec, inputs._replace(q=q, k=k, v=v, alpha=alpha, beta=beta))
+    out = torch.empty_like(q)
     with device_of(q):
         if exchange is None:
-            state = _empty_state(q)
-            _compute_state(k, v, padding, beta.contiguous(), state)
+            state = _compute_state(call, _empty_state(q))
         else:
-            state = _exchanged_state(k, v, padding, beta.contiguous(), exchange)
-        call = inputs._replace(q=q, k=k, v=v, alpha=alpha.contiguous(), beta=beta.contiguous())
-        if spec.form == JOINT:
-            out = joint_out(spec, call, padding, state)
-        else:
-            out = _hybrid_out(spec, call, padding, state)
+            state = _exchange_state(call, exchange)
+        grid, options = chunk_options(q, "output", spec)
+        _output_kernel[grid](**call, **_state_arguments(state), out=out, **strides(out, "s_out"), **options)
     return out, alpha, beta, state
 
 
-def _compute_state(
-    k: Tensor, v: Tensor, padding: Tensor | None, beta: Tensor, state: tuple[Tensor, Tensor, Tensor]
-) -> None:
-    """Compute the state of the keys, and write it to the tensors in `state`.
+def _call_arguments(spec: Spec, inputs: Inputs) -> Arguments:
+    """Return the arguments that the kernels over chunks have in common. q, k and v must have common strides."""
+    q, k, v, alpha, beta, offset, *_ = inputs
+    assert alpha is not None
+    assert beta is not None
+    arguments = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "padding": mask_bytes(inputs.padding),
+        "num_padding": None,
+        "num_global": None,
+        "alpha": alpha.contiguous(),
+        "beta": beta.contiguous(),
+        "offset": None if offset is None else offset.contiguous(),
+        "seed": inputs.seed,
+        "H": q.shape[1],
+        "N": q.shape[2],
+        **strides(q),
+    }
+    if spec.form == JOINT:
+        if inputs.padding is not None:
+            arguments["num_padding"] = inputs.padding.sum(dim=-1, dtype=torch.int32)
+        if count_global_keys(spec.max_global, q.shape[2], spec.block_size):
+            arguments["num_global"] = inputs.global_counts
+    return arguments
 
-    The state has three parts, m, log_key_sum and S, which forward_kernels.py defines.
 
-    Args:
-        k, v: (B, H, N, D), as `aligned` returns them.
-        padding: bytes (B, N), 1 = padded, or None.
-        beta: (B, H) float32, contiguous.
-        state: tensors like those of `_empty_state`, which are overwritten. S has the dtype of q or is float32.
-    """
+def _select(arguments: Arguments, *names: str) -> Arguments:
+    return {name: arguments[name] for name in names}
+
+
+def _state_arguments(state: Sequence[Tensor]) -> Arguments:
+    return dict(zip(("maximum", "log_total", "S"), state, strict=True))
+
+
+def _compute_state(call: Arguments, state: StateTensors) -> StateTensors:
+    """Compute the state of the keys, and return the tensors in `state`, which are overwritten."""
+    k = call["k"]
     batch, heads, length, dim = k.shape
     bh = batch * heads
     splits, tokens = split_tokens(length, dim)
     parts = state
     if splits > 1:
         parts = (workspace(k, bh, splits, dim), workspace(k, bh, splits, dim), workspace(k, bh, splits, dim, dim))
-    forward_kernels._lln_state_kernel[bh, splits](
-        k,
-        v,
-        padding,
-        beta,
-        *parts,
-        *strides(k),
-        heads,
-        length,
-        tokens,
+    _state_kernel[bh, splits](
+        **_select(call, "k", "v", "padding", "beta", "s_b", "s_h", "s_n", "H", "N"),
+        **_state_arguments(parts),
+        T=tokens,
         FINAL=splits == 1,
-        **kernel_options(k, tiles_for(k).state),
+        **kernel_options(k, "state"),
     )
     if splits > 1:
-        forward_kernels._lln_combine_kernel[bh, dim * dim // 256](
-            *parts, *state, splits, D=dim, COLS=256, ROWS=16, num_warps=4
-        )
+        _combine_state_kernel[bh, dim * dim // 256](*parts, *state, splits, D=dim, COLS=256, num_warps=4)
+    return state
 
 
-def _exchanged_state(
-    k: Tensor, v: Tensor, padding: Tensor | None, beta: Tensor, exchange: Exchange
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the state over the keys of all workers: m, log_key_sum and S, in the shapes and dtypes of `_empty_state`.
+def _exchange_state(call: Arguments, exchange: Exchange) -> StateTensors:
+    """Return the state over the keys of all workers.
 
-    The workers exchange three float32 tensors: m in base e, s, and S. The arguments are those of `_compute_state`.
+    The workers exchange three float32 tensors: the maximum in base e, the total, and S.
     """
-    bh = k.shape[0] * k.shape[1]
-    dim = k.shape[3]
-    m = workspace(k, bh, dim)
-    log_key_sum = workspace(k, bh, dim)
-    state = workspace(k, bh, dim, dim)
-    _compute_state(k, v, padding, beta, (m, log_key_sum, state))
-    total = log_key_sum.exp2()
+    k = call["k"]
+    padding = call["padding"]
+    maximum, log_total, state = _compute_state(call, _empty_state(k, torch.float32))
+    total = log_total.exp2()
     if padding is not None:
-        # s must be 0 for a sequence that is all padding, but the kernel stores log_key_sum = 0.
+        # The total must be 0 for a sequence that is all padding, but the kernel stores log_total = 0.
         total *= padding.eq(0).any(dim=1).repeat_interleave(k.shape[1])[:, None]
-    m, total, state = exchange.merge_states(m * math.log(2), total, state)
-    return m / math.log(2), total.log2().nan_to_num(neginf=0.0), state.to(k.dtype)
-
-
-def _hybrid_out(spec: Spec, inputs: Inputs, padding: Tensor | None, state: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Return LLN or ½ (LLN + block-diagonal softmax), (B, H, N, D), from the state m, log_key_sum and S of the keys."""
-    q, k, v, alpha, *_ = inputs
-    batch, heads, length, dim = q.shape
-    if spec.form == AVERAGE:
-        tile = tiles_for(q).diag_out
-        chunk = chunk_size(spec.block_size, tile.rows)
-        kernel_block_size = spec.block_size
-    else:
-        tile = tiles_for(q).out
-        chunk = chunk_size(None, tile.rows)
-        kernel_block_size = 0
-    out = torch.empty_like(q)
-    forward_kernels._lln_out_kernel[batch * heads, triton.cdiv(length, chunk)](
-        q,
-        k,
-        v,
-        padding,
-        alpha,
-        *state,
-        inputs.seed,
-        out,
-        *strides(q),
-        *strides(out),
-        heads,
-        length,
-        SCALE=dim**-0.5,
-        DROPOUT=spec.dropout,
-        BLOCK=kernel_block_size,
-        CHUNK=chunk,
-        **kernel_options(q, tile),
-    )
-    return out
+    maximum, total, state = exchange.merge_states(maximum * math.log(2), total, state)
+    return maximum / math.log(2), total.log2().nan_to_num(neginf=0.0), state.to(k.dtype)
 
 
 def backward(
@@ -181,212 +161,132 @@ def backward(
     needed: Sequence[bool],
     exchange: Exchange | None = None,
 ) -> Sequence[Tensor | None]:
-    """See `Backend.backward`. The kernels read or write N x D numbers per head 7, 9 (blocks) or 13 times (joint).
-
-    For ½ (LLN + block-diagonal softmax), the gradients of α and β are both computed if either of them is needed.
-    """
+    """See `Backend.backward`. The kernels read or write N x D numbers per head 7, 9 (blocks) or 13 times (joint)."""
     q, k, v = aligned(*inputs[:3])
     if grad.stride(-1) != 1:  # an expanded gradient, such as that of .sum()
         grad = grad.contiguous()
-    assert inputs.alpha is not None
-    assert inputs.beta is not None
-    alpha = inputs.alpha.contiguous()
-    beta = inputs.beta.contiguous()
-    padding = mask_bytes(inputs.padding)
-    with device_of(q):
-        if spec.form == JOINT:
-            call = inputs._replace(q=q, k=k, v=v, alpha=alpha, beta=beta)
-            return joint_backward(spec, call, padding, saved, grad, needed)
-        m, log_key_sum, state = saved
-        tensors = _BackwardInputs(
-            q,
-            k,
-            v,
-            alpha,
-            beta,
-            padding,
-            spec,
-            inputs.seed,
-            exchange,
-            m,
-            log_key_sum,
-            state,
-            grad,
-            needed[0],
-            needed[1],
-        )
-        if spec.form == AVERAGE:
-            return *_lln_diag_backward(tensors), None
-        return *_lln_backward(tensors), None
-
-
-class _BackwardInputs(NamedTuple):
-    """The inputs of the forward pass, the m, log_key_sum and state that it saved, and `do`, the output's gradient."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    alpha: Tensor
-    beta: Tensor
-    padding: Tensor | None
-    spec: Spec
-    seed: Tensor | None
-    exchange: Exchange | None
-    m: Tensor
-    log_key_sum: Tensor
-    state: Tensor
-    do: Tensor
-    needs_alpha: bool
-    needs_beta: bool
-
-
-def _lln_backward(inputs: _BackwardInputs) -> Sequence[Tensor | None]:
-    """Return the gradients of q, k, v, α and β for LLN without blocks.
-
-    The first three are (B, H, N, D). The last two are (B, H), or None if they are not needed.
-    """
-    k = inputs.k
-    batch, heads, length, _ = k.shape
-    dq = torch.empty_like(inputs.q)
-    dk = torch.empty_like(k)
-    dv = torch.empty_like(inputs.v)
-    partial_dalpha = None
-    if inputs.needs_alpha:
-        splits, _ = split_tokens(length, k.shape[3])
-        partial_dalpha = workspace(k, batch * heads, splits)
-    g, grad_state = _compute_grad_state(inputs, dq, partial_dalpha)
-    tile = tiles_for(k).dkv
-    chunk = chunk_size(None, tile.rows)
-    grid = (batch * heads, triton.cdiv(length, chunk))
-    partial_dbeta = None
-    if inputs.needs_beta:
-        partial_dbeta = workspace(k, *grid)
-    backward_kernels._lln_dkv_kernel[grid](
-        k,
-        inputs.v,
-        inputs.padding,
-        inputs.beta,
-        inputs.m,
-        inputs.log_key_sum,
-        g,
-        grad_state,
-        dk,
-        dv,
-        partial_dbeta,
-        *strides(k),
-        *strides(dk),
-        heads,
-        length,
-        CHUNK=chunk,
-        **kernel_options(k, tile),
-    )
-    return dq, dk, dv, _sum_programs(partial_dalpha, inputs.alpha), _sum_programs(partial_dbeta, inputs.beta)
-
-
-def _lln_diag_backward(inputs: _BackwardInputs) -> Sequence[Tensor | None]:
-    """Return the gradients of q, k, v, α and β for ½ (LLN + block-diagonal softmax).
-
-    The first three are (B, H, N, D). The last two are (B, H), or both None if neither of them is needed.
-    """
-    q = inputs.q
-    batch, heads, length, dim = q.shape
-    block_size = inputs.spec.block_size
     dq = torch.empty_like(q)
-    dk = torch.empty_like(inputs.k)
-    dv = torch.empty_like(inputs.v)
-    g, grad_state = _compute_grad_state(inputs)
-    tile = tiles_for(q).for_block_size("diag_bwd", block_size)
-    chunk = chunk_size(block_size, tile.rows)
-    grid = (batch * heads, triton.cdiv(length, chunk))
-    partial_dalpha = None
-    partial_dbeta = None
-    if inputs.needs_alpha or inputs.needs_beta:
-        partial_dalpha = workspace(q, *grid)
-        partial_dbeta = workspace(q, *grid)
-    lse = None
-    delta = None
-    if chunk > tile.rows:  # the statistics of the queries do not fit in one tile
-        lse, delta = workspace(q, 2, batch * heads, length)
-    diag_backward_kernels._lln_diag_bwd_kernel[grid](
-        q,
-        inputs.k,
-        inputs.v,
-        inputs.do,
-        inputs.padding,
-        inputs.alpha,
-        inputs.beta,
-        inputs.m,
-        inputs.log_key_sum,
-        inputs.state,
-        g,
-        grad_state,
-        inputs.seed,
-        lse,
-        delta,
-        dq,
-        dk,
-        dv,
-        partial_dalpha,
-        partial_dbeta,
-        *strides(q),
-        *strides(inputs.do),
-        *strides(dq),
-        heads,
-        length,
-        SCALE=dim**-0.5,
-        DROPOUT=inputs.spec.dropout,
-        BLOCK=block_size,
-        CHUNK=chunk,
-        **kernel_options(q, tile),
+    dk = torch.empty_like(k)
+    dv = torch.empty_like(v)
+    call = {
+        **_call_arguments(spec, inputs._replace(q=q, k=k, v=v)),
+        **_state_arguments(saved),
+        "do": grad,
+        "query_stats": None,
+        **strides(grad, "s_do"),
+        **strides(dq, "s_out"),
+    }
+    with device_of(q):
+        if spec.form == LLN:
+            g, grad_state, dalpha = _compute_grad_state(spec, call, exchange, dq, needed[0])
+            _, dbeta, _ = _launch_backward("keys", spec, call, needed, dk=dk, dv=dv, g=g, dS=grad_state)
+            return dq, dk, dv, dalpha, dbeta, None
+        if spec.form == AVERAGE:
+            g, grad_state, _ = _compute_grad_state(spec, call, exchange)
+            scalars = _launch_backward("both", spec, call, needed, dq=dq, dk=dk, dv=dv, g=g, dS=grad_state)
+            return dq, dk, dv, *scalars
+        call["query_stats"] = workspace(q, 6, q.shape[0] * q.shape[1], q.shape[2])
+        dalpha, _, doffset = _launch_backward("queries", spec, call, needed, dq=dq)
+        g, grad_state, _ = _compute_grad_state(spec, call, exchange)
+        _, dbeta, _ = _launch_backward("keys", spec, call, needed, dk=dk, dv=dv, g=g, dS=grad_state)
+        return dq, dk, dv, dalpha, dbeta, doffset
+
+
+def _launch_backward(
+    passes: str, spec: Spec, call: Arguments, needed: Sequence[bool], **tensors: Tensor
+) -> list[Tensor | None]:
+    """Launch _backward_kernel for the passes "queries", "keys" or "both".
+
+    Returns: the gradients of α, β and the offset, (B, H) float32. Each is None if it is not needed, or if these passes
+        do not compute it.
+    """
+    q = call["q"]
+    batch, heads, length, _ = q.shape
+    grid, options = chunk_options(q, passes, spec)
+    settings = options["META"]
+    has_queries = passes != "keys"
+    has_keys = passes != "queries"
+    arguments = {**call, **dict.fromkeys(("dq", "dk", "dv", "g", "dS", "global_sums")), **tensors}
+    arguments.update(num_splits=0, max_rows=0)
+    if passes == "both" and settings.chunk > settings.rows:  # the statistics of the queries do not fit in one tile
+        arguments["query_stats"] = workspace(q, 2, batch * heads, length)
+    if has_keys and settings.has_global:
+        arguments.update(_sum_global_keys(spec, call, options))
+    # Each program writes its term of these gradients.
+    terms: list[Tensor | None] = []
+    for is_needed, is_computed in zip(needed, (has_queries, has_keys, has_queries and spec.form == JOINT), strict=True):
+        terms.append(workspace(q, *grid) if is_needed and is_computed else None)
+    arguments.update(zip(("dalpha", "dbeta", "doffset"), terms, strict=True))
+    _backward_kernel[grid](**arguments, QUERIES=has_queries, KEYS=has_keys, **options)
+    return [_sum_programs(x, batch, heads) for x in terms]
+
+
+def _sum_global_keys(spec: Spec, call: Arguments, options: Arguments) -> Arguments:
+    """Compute what the queries of later chunks add to the gradients of the global keys.
+
+    `options` are those of the launch of _backward_kernel for the keys. Returns: arguments of that launch.
+    """
+    q = call["q"]
+    batch, heads, length, dim = q.shape
+    settings = options["META"]
+    chunks = triton.cdiv(count_global_keys(spec.max_global, length, spec.block_size), settings.chunk)
+    splits, tokens = split_tokens(length, dim)
+    max_rows = chunks * settings.chunk
+    global_sums = workspace(q, batch * heads, splits, 3, max_rows, dim)
+    names = (
+        "q",
+        "k",
+        "v",
+        "do",
+        "padding",
+        "num_global",
+        "alpha",
+        "beta",
+        "seed",
+        "maximum",
+        "log_total",
+        "query_stats",
     )
-    return dq, dk, dv, _sum_programs(partial_dalpha, inputs.alpha), _sum_programs(partial_dbeta, inputs.beta)
+    _global_keys_kernel[batch * heads, splits, chunks](
+        **_select(call, *names, "s_b", "s_h", "s_n", "s_do_b", "s_do_h", "s_do_n", "H", "N"),
+        global_sums=global_sums,
+        T=tokens,
+        **{**options, "META": settings._replace(block=settings.chunk, has_global=False)},
+    )
+    return {"global_sums": global_sums, "num_splits": splits, "max_rows": max_rows}
 
 
 def _compute_grad_state(
-    inputs: _BackwardInputs, dq: Tensor | None = None, partial_dalpha: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Compute the sums over the queries that backward_kernels.py defines.
+    spec: Spec, call: Arguments, exchange: Exchange | None, dq: Tensor | None = None, needs_alpha: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Compute the sums over the queries that backward_kernels.py defines; with an exchange, over those of all workers.
 
-    Args:
-        inputs: the inputs of the backward pass. With an exchange, the sums run over the queries of all workers.
-        dq: None, or (B, H, N, D) to be overwritten with the gradient of q; only for LLN without blocks.
-        partial_dalpha: None, or (B H, splits) float32 to be overwritten with the part of dα of each split. It
-            requires dq.
+    Only for LLN, dq is a tensor to be overwritten with the gradient of q.
 
-    Returns: g (B H, D) in float32, and state_scale · dS / s (B H, D, D) in the dtype of q.
+    Returns: g (B H, D) in float32, state_scale · dS / total (B H, D, D) in the dtype of q, and the gradient of α if it
+        is needed. The first two are multiplied by the weight of LLN.
     """
-    q = inputs.q
+    q = call["q"]
     batch, heads, length, dim = q.shape
     bh = batch * heads
     splits, tokens = split_tokens(length, dim)
-    exchange = inputs.exchange
     g = workspace(q, bh, dim)
-    grad_state = torch.empty_like(inputs.state)
+    grad_state = torch.empty_like(call["S"])
+    dalpha = workspace(q, bh, splits) if needs_alpha else None
     final = splits == 1 and exchange is None
     parts = (g, grad_state)
     if not final:
         parts = (workspace(q, bh, splits, dim), workspace(q, bh, splits, dim, dim))
-    dq_strides = strides(q) if dq is None else strides(dq)
-    backward_kernels._lln_dstate_kernel[bh, splits](
-        q,
-        inputs.do,
-        inputs.padding,
-        inputs.alpha,
-        inputs.m,
-        inputs.log_key_sum,
-        inputs.state,
-        *parts,
-        dq,
-        partial_dalpha,
-        *strides(q),
-        *strides(inputs.do),
-        *dq_strides,
-        heads,
-        length,
-        tokens,
-        WEIGHT=WEIGHTS[inputs.spec.form][0],
+    names = ("q", "do", "padding", "alpha", "maximum", "log_total", "S", "query_stats", "H", "N")
+    _grad_state_kernel[bh, splits](
+        **_select(call, *names, "s_b", "s_h", "s_n", "s_do_b", "s_do_h", "s_do_n", "s_out_b", "s_out_h", "s_out_n"),
+        g=parts[0],
+        dS=parts[1],
+        dq=dq,
+        dalpha=dalpha,
+        T=tokens,
         FINAL=final,
-        **kernel_options(q, tiles_for(q).dstate),
+        **kernel_options(q, "grad_state", spec.form),
     )
     if exchange is not None:
         # The sum over the splits and the workers takes the place of a single split.
@@ -394,31 +294,18 @@ def _compute_grad_state(
         parts = (g_sum, grad_state_sum)
         splits = 1
     if not final:
-        backward_kernels._lln_dcombine_kernel[bh, dim * dim // 256](
-            *parts,
-            inputs.log_key_sum,
-            inputs.state,
-            g,
-            grad_state,
-            length,
-            splits,
-            WEIGHT=WEIGHTS[inputs.spec.form][0],
-            D=dim,
-            COLS=256,
-            ROWS=16,
-            num_warps=4,
+        weight, _ = WEIGHTS[spec.form]
+        _combine_grad_state_kernel[bh, dim * dim // 256](
+            *parts, call["log_total"], call["S"], g, grad_state, length, splits, weight, D=dim, COLS=256, num_warps=4
         )
-    return g, grad_state
+    return g, grad_state, _sum_programs(dalpha, batch, heads)
 
 
-def _sum_programs(partial: Tensor | None, like: Tensor) -> Tensor | None:
-    """Sum the parts (B H, programs) of the programs, always in the same order.
-
-    Returns: the sums in the shape (B, H) of `like`, or None if `partial` is None.
-    """
-    if partial is None:
+def _sum_programs(terms: Tensor | None, batch: int, heads: int) -> Tensor | None:
+    """Sum the terms (B H, programs) of the programs, always in the same order. None stays None."""
+    if terms is None:
         return None
-    return partial.sum(-1).view_as(like)
+    return terms.sum(-1).view(batch, heads)
 
 
 def match_moments(q: Tensor, k: Tensor, padding: Tensor | None, table: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -448,7 +335,7 @@ def match_moments(q: Tensor, k: Tensor, padding: Tensor | None, table: Sequence[
     if splits > 1:
         part = workspace(q, 5, batch * heads, splits)
     with device_of(q):
-        moment_kernels._moments_kernel[batch * heads, splits](
+        _moments_kernel[batch * heads, splits](
             q,
             k,
             padding,
@@ -456,20 +343,17 @@ def match_moments(q: Tensor, k: Tensor, padding: Tensor | None, table: Sequence[
             part,
             alpha,
             beta,
-            *strides(q),
-            heads,
-            length,
-            tokens,
+            **strides(q),
+            H=heads,
+            N=length,
+            T=tokens,
             SIZE=size,
             SIZE_2=size_2,
-            D=dim,
-            ROWS=64,
             FINAL=splits == 1,
-            num_warps=4,
-            num_stages=2,
+            **kernel_options(q, "moments"),
         )
         if splits > 1:
-            moment_kernels._moments_combine_kernel[(batch * heads,)](
+            _moments_combine_kernel[(batch * heads,)](
                 part,
                 *table,
                 alpha,

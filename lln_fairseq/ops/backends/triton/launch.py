@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lln_fairseq.ops.formula import DIAG, LLN, Spec
+from lln_fairseq.ops.formula import DIAG, LLN, WEIGHTS, Spec, count_global_keys
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 HEAD_DIMS = (16, 32, 64, 128)
@@ -36,64 +36,51 @@ class Tile(NamedTuple):
         return options
 
 
-class Tiles(NamedTuple):
-    """The tiles of the kernels that walk over tokens, one field for each kernel.
-
-    The suffix _long marks the tile of a kernel for blocks longer than LONG_BLOCK.
-    """
-
-    state: Tile
-    out: Tile
-    diag_out: Tile  # the kernel of `out` with blocks
-    dstate: Tile
-    dkv: Tile
-    diag_bwd: Tile
-    joint_out: Tile
-    joint_dq: Tile
-    joint_dkv: Tile
-    diag_bwd_long: Tile  # this and the following: for blocks of more than LONG_BLOCK tokens
-    joint_out_long: Tile
-    joint_dq_long: Tile
-    joint_dkv_long: Tile
-
-    def for_block_size(self, kernel: str, block_size: int) -> Tile:
-        """Return the tile of a kernel that has two: one for blocks of at most LONG_BLOCK tokens, one for longer blocks.
-
-        Args:
-            kernel: the name of the field for short blocks, such as "joint_out".
-            block_size: tokens in a block.
-        """
-        if block_size > LONG_BLOCK:
-            return getattr(self, f"{kernel}_long")
-        return getattr(self, kernel)
-
-
 # Architecture, bytes of an element, and the largest head dimension. GPUs of compute capability 8.x and 12.x use the
 # tiles of architecture 80, GPUs of 9.x and 10.x the tiles of architecture 90. float32 has small tiles because tf32x3
 # needs three operands in place of one. Its tiles are the same on both architectures.
 _COLUMNS = ((80, 2, 64), (80, 2, 128), (80, 4, 64), (80, 4, 128), (90, 2, 64), (90, 2, 128))
-# The fields of the `Tile` of each kernel, in the order of _COLUMNS. They were chosen from the compiled code, so that
-# half precision spills few registers. tests/ops/backends/test_triton_aot.py lists the spills.
-_TABLE = {
+# The fields of the `Tile` of each kernel, in the order of _COLUMNS. A name has the kernel or the pass and, if its tile
+# depends on it, the form; "long" marks blocks of more than LONG_BLOCK tokens. They were chosen from the compiled code,
+# so that half precision spills few registers. tests/ops/backends/test_triton_aot.py lists the spills.
+_TILES = {
     "state": ((32, 4, 2), (64, 8, 2), (32, 4, 1), (16, 8, 1), (64, 4, 2), (64, 8, 2)),
-    "out": ((64, 4, 2), (64, 8, 1), (32, 4, 1), (16, 8, 1), (64, 4, 2), (64, 8, 1)),
-    "diag_out": ((64, 4, 1), (64, 8, 1), (16, 8, 1), (16, 8, 1), (64, 4, 2), (64, 8, 1)),
-    "dstate": ((64, 8, 2), (32, 8, 2), (16, 8, 1), (16, 8, 1), (32, 4, 1, 168), (32, 8, 2)),
-    "dkv": ((32, 4, 2), (32, 8, 1), (16, 8, 1), (16, 8, 1), (64, 8, 2), (32, 8, 1)),
-    "diag_bwd": ((32, 4, 1), (64, 8, 1), (16, 8, 1), (16, 8, 1), (64, 4, 1), (64, 8, 1)),
-    "joint_out": ((64, 4, 1), (32, 4, 1), (16, 8, 1), (16, 8, 1), (64, 4, 1), (64, 8, 1)),
-    "joint_dq": ((64, 4, 1), (64, 8, 2), (16, 8, 1), (16, 8, 1), (64, 4, 1), (64, 8, 1)),
-    "joint_dkv": ((32, 4, 1), (64, 8, 1), (16, 8, 1), (16, 8, 1), (64, 4, 1), (64, 8, 1)),
-    "diag_bwd_long": ((32, 4, 1), (64, 8, 2), (16, 8, 1), (16, 8, 1), (64, 4, 1), (64, 8, 1)),
-    "joint_out_long": ((64, 4, 1), (32, 4, 1), (16, 8, 1), (16, 8, 1), (64, 4, 1), (64, 8, 1)),
-    "joint_dq_long": ((64, 4, 1), (64, 8, 1), (16, 8, 1), (16, 8, 1), (64, 4, 1), (128, 8, 1)),
-    "joint_dkv_long": ((32, 4, 1), (64, 8, 1), (16, 8, 1), (16, 8, 1), (64, 4, 1), (128, 8, 1)),
+    "moments": ((64, 4, 2),) * 6,
+    "output_lln": ((64, 4, 2), (64, 8, 1), (32, 4, 1), (16, 8, 1), (64, 4, 2), (64, 8, 1)),
+    "output_average": ((64, 4, 1), (64, 8, 1), (16, 8, 1), (16, 8, 1), (64, 4, 2), (64, 8, 1)),
+    "output_joint": ((64, 4, 1), (32, 4, 1), (16, 8, 1), (16, 8, 1), (64, 4, 1), (64, 8, 1)),
+    "grad_state": ((64, 8, 2), (32, 8, 2), (16, 8, 1), (16, 8, 1), (32, 4, 1, 168), (32, 8, 2)),
+    "keys_lln": ((32, 4, 2), (32, 8, 1), (16, 8, 1), (16, 8, 1), (64, 8, 2), (32, 8, 1)),
+    "both_average": ((32, 4, 1), (64, 8, 1), (16, 8, 1), (16, 8, 1), (64, 4, 1), (64, 8, 1)),
+    "both_average_long": ((32, 4, 1), (64, 8, 2), (16, 8, 1), (16, 8, 1), (64, 4, 1), (64, 8, 1)),
+    "queries_joint": ((64, 4, 1), (64, 8, 2), (16, 8, 1), (16, 8, 1), (64, 4, 1), (64, 8, 1)),
+    "queries_joint_long": ((64, 4, 1), (64, 8, 1), (16, 8, 1), (16, 8, 1), (64, 4, 1), (128, 8, 1)),
+    "keys_joint": ((32, 4, 1), (64, 8, 1), (16, 8, 1), (16, 8, 1), (64, 4, 1), (64, 8, 1)),
+    "keys_joint_long": ((32, 4, 1), (64, 8, 1), (16, 8, 1), (16, 8, 1), (64, 4, 1), (128, 8, 1)),
 }
-TILES: dict[tuple[int, int, int], Tiles] = {}
-for _index, _key in enumerate(_COLUMNS):
-    TILES[_key] = Tiles(**{kernel: Tile(*row[_index]) for kernel, row in _TABLE.items()})
-for _dim in (64, 128):
-    TILES[90, 4, _dim] = TILES[80, 4, _dim]
+
+
+class Settings(NamedTuple):
+    """What a kernel is compiled for: the argument META of the kernels."""
+
+    dim: int  # D
+    rows: int  # tokens in a tile
+    dot: tl.dtype  # the dtype of the operands of tl.dot
+    form: str = LLN
+    weight: float = 1.0  # of LLN and of the softmax in the form
+    block: int = 1  # tokens in a block
+    chunk: int = 1  # tokens of one program, a multiple of the block size
+    has_global: bool = False  # True if there are global tokens before the last chunk's blocks
+    dropout: float = 0.0
+
+    @property
+    def scale(self) -> float:
+        return self.dim**-0.5
+
+    @property
+    def chunk_rows(self) -> int:
+        """Return the number of rows of the tiles of a chunk."""
+        return triton.cdiv(self.chunk, self.rows) * self.rows
 
 
 def capability(device: torch.device) -> int:
@@ -107,22 +94,17 @@ def shared_memory(device: torch.device) -> int:
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin")  # noqa: B009 - no stub
 
 
-def tiles_for(q: Tensor) -> Tiles:
-    """Return the tiles for tensors with the device, dtype and head dimension of q (B, H, N, D)."""
+def select_tile(q: Tensor, name: str, block_size: int = 0) -> Tile:
+    """Return the tile with this name in _TILES for the device, the dtype and the head dimension of q (B, H, N, D)."""
     if INTERPRETED:
         # The interpreter's time depends on the number of operations, not on their size.
-        return Tiles(*[Tile(64, 4, 1)] * len(Tiles._fields))
-    return TILES[tiles_key(q)]
-
-
-def tiles_key(q: Tensor) -> tuple[int, int, int]:
-    """Return the key of TILES for a CUDA tensor q (B, H, N, D).
-
-    Returns: the architecture, the bytes of an element, and the largest head dimension that the tiles are meant for.
-    """
-    architecture = 90 if 90 <= capability(q.device) < 120 else 80
-    largest_dim = 64 if q.shape[-1] <= 64 else 128
-    return architecture, q.element_size(), largest_dim
+        return Tile(64, 4, 1)
+    if block_size > LONG_BLOCK and f"{name}_long" in _TILES:
+        name = f"{name}_long"
+    element_size = q.element_size()
+    is_arch_90 = 90 <= capability(q.device) < 120 and element_size == 2
+    column = _COLUMNS.index((90 if is_arch_90 else 80, element_size, 64 if q.shape[-1] <= 64 else 128))
+    return Tile(*_TILES[name][column])
 
 
 def reason_against(spec: Spec, q: Tensor) -> str | None:
@@ -141,8 +123,6 @@ def reason_against(spec: Spec, q: Tensor) -> str | None:
         return "float32 with head dim 128 needs 144 KB of shared memory, which this device does not have."
     if spec.form != LLN and spec.block_size not in BLOCK_SIZES:
         return f"The Triton kernels support blocks of 16 to 256 tokens, not {spec.block_size}."
-    if spec.max_global:
-        return "The Triton kernels do not support global tokens yet."
     return None
 
 
@@ -164,29 +144,42 @@ def split_tokens(length: int, dim: int) -> tuple[int, int]:
     return triton.cdiv(length, tokens), tokens
 
 
-def chunk_size(block_size: int | None, rows: int) -> int:
-    """Return the number of tokens that one program processes: its chunk.
+def kernel_options(q: Tensor, name: str, form: str = LLN) -> dict[str, Any]:
+    """Return META and Triton's options for a kernel without chunks. `name` is that of its tile."""
+    tile = select_tile(q, name)
+    return {"META": Settings(q.shape[-1], tile.rows, _dot_dtype(q), form, WEIGHTS[form][0]), **tile.options}
 
-    Args:
-        block_size: tokens in a block. A chunk is as many whole blocks as fit in one tile, but at least one block, which
-            may take several tiles. With None, for a call without blocks, a chunk is four tiles.
-        rows: tokens in a tile.
+
+def chunk_options(q: Tensor, name: str, spec: Spec) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Return the grid (B H, chunks), and META and Triton's options, for a kernel whose programs compute chunks.
+
+    A chunk is as many whole blocks as fit in one tile, but at least one block, which may take several tiles. Without
+    blocks, a chunk is four tiles.
     """
-    if block_size is None:
-        return 4 * rows
-    return max(rows // block_size, 1) * block_size
+    batch, heads, length, dim = q.shape
+    tile = select_tile(q, f"{name}_{spec.form}", spec.block_size)
+    chunk = 4 * tile.rows
+    if spec.form != LLN:
+        chunk = max(tile.rows // spec.block_size, 1) * spec.block_size
+    settings = Settings(
+        dim,
+        tile.rows,
+        _dot_dtype(q),
+        spec.form,
+        WEIGHTS[spec.form][0],
+        spec.block_size,
+        chunk,
+        count_global_keys(spec.max_global, length, spec.block_size) > 0,
+        spec.dropout,
+    )
+    return (batch * heads, triton.cdiv(length, chunk)), {"META": settings, **tile.options}
 
 
-def kernel_options(q: Tensor, tile: Tile) -> dict[str, Any]:
-    """Return the keyword arguments D, ROWS and DOT, which most kernels have, together with the options of the tile.
-
-    DOT is the dtype of the operands of tl.dot. It is the dtype of q, but the interpreter gets float32 in place of
-    bfloat16, which it multiplies wrongly.
-    """
-    dot_dtype = _DTYPES[q.dtype]
+def _dot_dtype(q: Tensor) -> tl.dtype:
+    """Return the dtype of q, but float32 in place of bfloat16 in the interpreter, which multiplies bfloat16 wrongly."""
     if INTERPRETED and q.dtype == torch.bfloat16:
-        dot_dtype = tl.float32
-    return {"D": q.shape[-1], "ROWS": tile.rows, "DOT": dot_dtype, **tile.options}
+        return tl.float32
+    return _DTYPES[q.dtype]
 
 
 def device_of(x: Tensor) -> torch.cuda.device | nullcontext:
@@ -212,9 +205,9 @@ def aligned(*tensors: Tensor) -> list[Tensor]:
     return [x.contiguous() for x in tensors]
 
 
-def strides(x: Tensor) -> tuple[int, int, int]:
-    """Return the strides of the batch, head and token dimensions of x (B, H, N, D)."""
-    return x.stride(0), x.stride(1), x.stride(2)
+def strides(x: Tensor, name: str = "s") -> dict[str, int]:
+    """Return the strides of batch, heads and tokens of x (B, H, N, D) as the arguments name_b, name_h and name_n."""
+    return {f"{name}_b": x.stride(0), f"{name}_h": x.stride(1), f"{name}_n": x.stride(2)}
 
 
 def mask_bytes(padding: Tensor | None) -> Tensor | None:

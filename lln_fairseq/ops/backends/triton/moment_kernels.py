@@ -1,7 +1,7 @@
 """Triton kernels of moment matching: σ_q and σ_k in one pass over q and k, then α and β from a table.
 
 For each (batch, head), s = σ_q²σ_k², log σ̃² is piecewise linear in log s, α = σ̃ / (√2 σ_q) and β = σ̃ / (√2 σ_k).
-The device computes everything, so the host never waits for it. forward_kernels.py explains the names.
+The device computes everything, so the host never waits for it. device.py explains the names.
 """
 
 # ruff: noqa: ANN001, ANN202 - arguments of kernels have no Python types
@@ -9,7 +9,7 @@ The device computes everything, so the host never waits for it. forward_kernels.
 import triton
 import triton.language as tl
 
-from lln_fairseq.ops.backends.triton.forward_kernels import _head_offset, _is_real_key, _row_pointers
+from lln_fairseq.ops.backends.triton.device import _is_real_key, _load_head, _load_rows
 
 
 @triton.jit
@@ -17,8 +17,8 @@ def _tile_moments(b_x, b_weight, count):
     """Return the mean and Σ (x - mean)² of the numbers x of a tile, without the rows of weight 0.
 
     Args:
-        b_x: (ROWS, D) numbers. Rows of weight 0 must hold finite numbers.
-        b_weight: (ROWS, 1), 1 or 0.
+        b_x: (rows, D) numbers. Rows of weight 0 must hold finite numbers.
+        b_weight: (rows, 1), 1 or 0.
         count: how many numbers the rows of weight 1 have. If it is 0, the result is 0 and 0.
     """
     mean = tl.sum(tl.sum(b_x * b_weight, 1), 0) / tl.maximum(count, 1.0)
@@ -96,17 +96,16 @@ def _moments_kernel(
     part,
     alpha,
     beta,
-    stride_b,
-    stride_h,
-    stride_n,
+    s_b,
+    s_h,
+    s_n,
     H,
     N,
     T,
     SIZE: tl.constexpr,
     SIZE_2: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
     FINAL: tl.constexpr,
+    META: tl.constexpr,
 ):
     """Compute the mean and Σ (x - mean)² of q and of k over the tokens [i_s T, (i_s + 1) T) that are not padding.
 
@@ -118,33 +117,31 @@ def _moments_kernel(
         alpha, beta: outputs, (B H,) float32, which are written only with FINAL.
         FINAL: True if there is a single split.
     """
-    i_bh = tl.program_id(0).to(tl.int64)
-    i_s = tl.program_id(1)
-    offset = _head_offset(i_bh, stride_b, stride_h, H)
-    start = i_s * T
+    head = _load_head(q, k, None, None, padding, None, None, None, None, None, s_b, s_h, s_n, 0, 0, 0, H, N)
+    start = tl.program_id(1) * T
     end = tl.minimum(start + T, N)
     count = 0.0
     mean_q = 0.0
     mean_k = 0.0
     square_q = 0.0
     square_k = 0.0
-    for i_r in range(0, end - start, ROWS):
+    for i_r in range(0, end - start, META.rows):
         i_t = start + i_r
-        real = _is_real_key(padding, i_bh // H, i_t + tl.arange(0, ROWS), end, N)
+        real = _is_real_key(head, i_t + tl.arange(0, META.rows), end)
         b_weight = real.to(tl.float32)[:, None]
-        # (ROWS, D)
-        b_q = tl.load(_row_pointers(q + offset, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0).to(tl.float32)
-        b_k = tl.load(_row_pointers(k + offset, i_t, stride_n, ROWS, D), mask=real[:, None], other=0.0).to(tl.float32)
-        tile_count = tl.sum(real.to(tl.float32), 0) * D
+        # (rows, D)
+        b_q = _load_rows(head.q, i_t, s_n, real, META).to(tl.float32)
+        b_k = _load_rows(head.k, i_t, s_n, real, META).to(tl.float32)
+        tile_count = tl.sum(real.to(tl.float32), 0) * META.dim
         mean, square = _tile_moments(b_q, b_weight, tile_count)
         mean_q, square_q = _merge_moments(count, mean_q, square_q, tile_count, mean, square)
         mean, square = _tile_moments(b_k, b_weight, tile_count)
         mean_k, square_k = _merge_moments(count, mean_k, square_k, tile_count, mean, square)
         count += tile_count
     if FINAL:
-        _store_matched(alpha, beta, i_bh, count, square_q, square_k, log_s_table, log_sigma2_table, SIZE, SIZE_2)
+        _store_matched(alpha, beta, head.i_bh, count, square_q, square_k, log_s_table, log_sigma2_table, SIZE, SIZE_2)
     else:
-        p_part = part + i_bh * tl.num_programs(1) + i_s
+        p_part = part + head.i_bh * tl.num_programs(1) + tl.program_id(1)
         stride = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
         tl.store(p_part, count)
         tl.store(p_part + stride, mean_q)
