@@ -57,7 +57,7 @@ class LLNDiagAttention(MomentMatchedAttention):
 
     linearize_options: ClassVar[Mapping[str, Any]] = {"mix": "joint_offset", "gain": "learned", "block_size": 64}
     config: LLNDiagConfig
-    offset: nn.Parameter | float | None  # (H,); None with mix average
+    offset: nn.Parameter | None  # (H,); None with mix average
 
     def __init__(
         self, config: LLNDiagConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
@@ -101,8 +101,7 @@ class LLNDiagAttention(MomentMatchedAttention):
         if self.offset is None:
             return reference.lln_diag_matrix(q, k, alpha, beta, self.block_size, context.padding)
         global_tokens = self._count_global_tokens(context)
-        offset = torch.as_tensor(self.offset)
-        return reference.joint_matrix(q, k, alpha, beta, self.block_size, offset, context.padding, global_tokens)
+        return reference.joint_matrix(q, k, alpha, beta, self.block_size, self.offset, context.padding, global_tokens)
 
     def branches(self) -> dict[str, Attention]:
         """Return the two parts of LLN+Diag, each as a new attention in training mode that can be called by itself.
@@ -116,8 +115,9 @@ class LLNDiagAttention(MomentMatchedAttention):
         lln.log_gain = self.log_gain
         diag: Attention = BlockDiagAttention(BlockDiagConfig(self.block_size), *sizes)
         if self.global_tokens != NO_GLOBAL_TOKENS:
-            diag = InsideAttention(self.config, *sizes)
+            diag = LLNDiagAttention(self.config, *sizes)
             diag.log_gain = self.log_gain
+            nn.init.constant_(diag.get_parameter("offset"), ONLY_INSIDE).requires_grad_(False)
         return {"LLN only": lln, "Diag only": diag}
 
     def _count_global_tokens(self, context: Context) -> int | Tensor | None:
@@ -135,18 +135,3 @@ class LLNDiagAttention(MomentMatchedAttention):
                 "Context(first_lengths=...), as the encoder does"
             )
         return context.first_lengths.clamp(max=MAX_GLOBAL_TOKENS)
-
-
-class InsideAttention(LLNDiagAttention):
-    """Softmax over the block and the global tokens: the joint form in which the LLN part has practically no weight.
-
-    Global tokens attend to all tokens. If a block contains only padding and there are no global tokens, the tokens of
-    the block get LLN attention.
-    """
-
-    def __init__(
-        self, config: LLNDiagConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
-    ) -> None:
-        super().__init__(config, num_heads, head_dim, max_positions, dropout)
-        del self.offset
-        self.offset = ONLY_INSIDE

@@ -274,9 +274,9 @@ class TextModel(nn.Module):
     ) -> Iterator[tuple[Sequence[str], Tensor]]:
         """Yield each text, as a tuple of `inputs` strings, with the output of `model_function` for it, in order.
 
-        `model_function` maps padded tokens (B, N) on the model's device to B outputs, float32 on the CPU. Its further
-        arguments go to the model. `max_characters` is how much text is read ahead. At the end, even if the caller stops
-        early, a warning says how many texts were cut.
+        `model_function` maps padded tokens (B, N) on the model's device, and the lengths of their first segments (B,)
+        or None, to B outputs, float32 on the CPU. `max_characters` is how much text is read ahead. At the end, even if
+        the caller stops early, a warning says how many texts were cut.
         """
         _require_many(texts)
         limit = LengthLimit(self.longest, on_long)
@@ -314,26 +314,28 @@ class TextModel(nn.Module):
             if len(samples[batch[0]]) == 0:
                 raise UserError(f"{names[0]} has no tokens")
             tokens = collate_tokens([samples[number] for number in batch], self.task.source_dictionary.pad())
-            options = {}
+            batch_first_lengths = None
             if first_lengths is not None:
-                options["first_lengths"] = first_lengths[batch].to(self._device)
-            batch_outputs = model_function(tokens.to(self._device), **options)
+                batch_first_lengths = first_lengths[batch].to(self._device)
+            batch_outputs = model_function(tokens.to(self._device), batch_first_lengths)
             for number, name, output in zip(batch, names, batch_outputs, strict=True):
                 require_finite(output, name)
                 outputs[number] = output
         return outputs
 
     @torch.no_grad()
-    def _class_logits(self, tokens: Tensor, **options: Any) -> Tensor:
+    def _class_logits(self, tokens: Tensor, first_lengths: Tensor | None = None) -> Tensor:
         """Return the logits (B, classes) of the classification head for tokens (B, N), float32 on the CPU."""
         head = self.task.cfg.classification_head_name
-        logits, _ = self.model(tokens, features_only=True, classification_head_name=head, **options)
+        logits, _ = self.model(tokens, features_only=True, classification_head_name=head, first_lengths=first_lengths)
         return logits.float().cpu()
 
     @torch.no_grad()
-    def _features(self, tokens: Tensor, pooling: str, normalize: bool, **options: Any) -> Iterable[Tensor]:
+    def _features(
+        self, tokens: Tensor, first_lengths: Tensor | None, pooling: str, normalize: bool
+    ) -> Iterable[Tensor]:
         """Return the pooled features (B, C) of tokens (B, N), or a list of (N_i, C) with pooling="tokens"."""
-        features, _ = self.model(tokens, features_only=True, **options)
+        features, _ = self.model(tokens, features_only=True, first_lengths=first_lengths)
         features = features.float()
         real = tokens.ne(self.task.source_dictionary.pad())
         if pooling != TOKENS:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lln_fairseq.attention import LAYER_REGISTRY, Attention, Context, build_layer, reject_layer_mechanism
 from lln_fairseq.attention.context import first_segment_lengths
 from lln_fairseq.models.layer import LLNEncoderLayer
+from lln_fairseq.models.options import attention_options
 from lln_fairseq.models.token_shards import Shard
 
 SOFTMAX = "softmax"  # the registered name of the attention of softmax_layers
@@ -49,11 +50,10 @@ class LLNTransformerEncoder(TransformerEncoderBase):
     layers, the encoder always has a layer norm after the last one.
 
     Args:
-        args: fairseq's options of the model, plus `feed_forward_tokens`, `softmax_layers`, `rotary` and `rotary_base`.
+        args: fairseq's options of the model, plus `attention`, the options of that mechanism, `feed_forward_tokens`,
+            `softmax_layers`, `rotary` and `rotary_base`.
         dictionary: the dictionary of the input tokens.
         embed_tokens: the embedding of the tokens.
-        attention: the registered name of the mechanism.
-        options: the options of the mechanism.
 
     Raises:
         ValueError: if the mechanism cannot be built, if `softmax_layers` names a layer that does not exist, or if the
@@ -62,9 +62,9 @@ class LLNTransformerEncoder(TransformerEncoderBase):
 
     layer_norm: nn.Module | None  # after the last layer; created by fairseq
 
-    def __init__(
-        self, args: Any, dictionary: Any, embed_tokens: nn.Embedding, attention: str, options: dict[str, Any]
-    ) -> None:
+    def __init__(self, args: Any, dictionary: Any, embed_tokens: nn.Embedding) -> None:
+        attention = args.attention
+        options = attention_options(attention, args)
         cfg = TransformerConfig.from_namespace(args)
         layers = cfg.encoder.layers
         softmax_layers = parse_softmax_layers(args.softmax_layers, layers, attention)
@@ -196,10 +196,9 @@ class LLNRobertaEncoder(RobertaEncoder):
     ε of their norms.
     """
 
-    def __init__(self, args: Any, dictionary: Any, attention: str, options: dict[str, Any]) -> None:
-        self.mechanism = (attention, options)
-        if attention in LAYER_REGISTRY:
-            args.no_token_positional_embeddings = not LAYER_REGISTRY[attention].cls.positions
+    def __init__(self, args: Any, dictionary: Any) -> None:
+        if args.attention in LAYER_REGISTRY:
+            args.no_token_positional_embeddings = not LAYER_REGISTRY[args.attention].cls.positions
         super().__init__(args, dictionary)
         for name, module in self.named_modules():
             # LLNMultiheadAttention keeps the mechanism in `attention`. Norms of the mechanism keep their own ε.
@@ -209,7 +208,7 @@ class LLNRobertaEncoder(RobertaEncoder):
 
     def build_encoder(self, args: Any, dictionary: Any, embed_tokens: nn.Embedding) -> LLNTransformerEncoder:
         """Build the transformer encoder with BERT's initial values. fairseq's constructor calls this hook."""
-        encoder = LLNTransformerEncoder(args, dictionary, embed_tokens, *self.mechanism)
+        encoder = LLNTransformerEncoder(args, dictionary, embed_tokens)
         encoder.apply(init_bert_params)
         return encoder
 

@@ -21,7 +21,7 @@ from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.errors import user_errors
 from lln_fairseq.models.adapt import adapt_state_dict
 from lln_fairseq.models.encoder import LLNRobertaEncoder
-from lln_fairseq.models.options import attention_fields, attention_options
+from lln_fairseq.models.options import attention_fields
 from lln_fairseq.models.presets import PRESETS, SIZE_FIELDS
 from lln_fairseq.models.token_shards import Shard
 from lln_fairseq.ops.rotary import BASE
@@ -152,8 +152,7 @@ class LLNRobertaModel(RobertaModel):
             cfg = complete_config(cfg)
             if cfg.max_positions is None:
                 cfg.max_positions = task.max_positions()
-            options = attention_options(cfg.attention, cfg)
-            encoder = LLNRobertaEncoder(cfg, task.source_dictionary, cfg.attention, options)
+            encoder = LLNRobertaEncoder(cfg, task.source_dictionary)
         model = cls(cfg, encoder)
         if cfg.linear_init == "torch":
             # fairseq's __init__ has set BERT's initial values.

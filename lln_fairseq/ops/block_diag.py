@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from lln_fairseq.ops.dispatch import check_inputs
-from lln_fairseq.ops.lln import block_diag, check_block_size
+from lln_fairseq.ops.dispatch import attend, check_inputs, choose_backend
+from lln_fairseq.ops.formula import DIAG, Inputs, Spec
 
 
 def block_diag_attention(
@@ -28,4 +28,15 @@ def block_diag_attention(
     check_inputs(q, k, v, key_padding_mask)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
-    return block_diag(q, k, v, key_padding_mask, check_block_size(block_size, q.shape[-1]), dropout_p)
+    spec = Spec(DIAG, check_block_size(block_size, q.shape[-1]), dropout_p)
+    tensors = Inputs(q, k, v, padding=key_padding_mask)
+    return attend(spec, tensors, choose_backend("auto", spec, tensors))
+
+
+def check_block_size(block_size: int | None, head_dim: int) -> int:
+    """Return block_size, or head_dim if block_size is None. Raise ValueError if block_size is below 1."""
+    if block_size is None:
+        return head_dim
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    return block_size

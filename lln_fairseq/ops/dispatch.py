@@ -4,11 +4,12 @@ Besides the backends, there is the plain formula of formula.py. It computes what
 traced, exported or transformed, second derivatives, and tensors without elements.
 """
 
+import functools
 import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import index
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from lln_fairseq.ops.backends import MODULES, NUM_DIFFERENTIABLE, load_backend
 from lln_fairseq.ops.exchange import Exchange
 from lln_fairseq.ops.formula import Inputs, Spec, hybrid_formula
 from lln_fairseq.ops.operator import compiled_attention
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 BACKENDS = ("auto", *MODULES)
 FORMULA = "formula"  # `choose_backend` returns this if only the plain formula can compute a call
@@ -185,6 +189,18 @@ def autocast_disabled(x: Tensor) -> AbstractContextManager:
     return nullcontext()
 
 
+def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a function so that it runs without autocast on the device of its first tensor."""
+
+    @functools.wraps(function)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        first = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        with autocast_disabled(first):
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
 def attend(spec: Spec, inputs: Inputs, backend: str, exchange: Exchange | None = None) -> Tensor:
     """Compute a call with a result of `choose_backend`, and return the output (B, H, N, D) in the dtype of q.
 
@@ -202,10 +218,8 @@ def attend(spec: Spec, inputs: Inputs, backend: str, exchange: Exchange | None =
         if torch.compiler.is_compiling():
             return compiled_attention(spec, inputs, backend)
         # torch may store a tensor as its negation, marked by a bit. Kernels read only the stored numbers.
-        q = inputs.q.resolve_neg()
-        k = inputs.k.resolve_neg()
-        v = inputs.v.resolve_neg()
-        return AttentionFunction.apply(spec, backend, exchange, q, k, v, *inputs[3:])
+        inputs = inputs._replace(q=inputs.q.resolve_neg(), k=inputs.k.resolve_neg(), v=inputs.v.resolve_neg())
+        return AttentionFunction.apply(spec, backend, exchange, *inputs)
 
 
 class AttentionFunction(torch.autograd.Function):
@@ -218,7 +232,7 @@ class AttentionFunction(torch.autograd.Function):
     def forward(ctx: Any, spec: Spec, backend: str, exchange: Exchange | None, *tensors: Tensor | None) -> Tensor:
         inputs = Inputs(*tensors)  # type: ignore[arg-type]
         out, alpha, beta, saved = load_backend(backend).forward(spec, inputs, exchange)
-        ctx.save_for_backward(*inputs[:3], alpha, beta, *inputs[5:], *saved)
+        ctx.save_for_backward(*inputs._replace(alpha=alpha, beta=beta), *saved)
         ctx.call = (spec, backend, exchange)
         return out
 

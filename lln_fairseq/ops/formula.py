@@ -184,16 +184,27 @@ def load_heads(spec: Spec, inputs: Inputs, group: slice = slice(None)) -> Heads:
         q = clear_queries(q, padding)
         k = k.masked_fill(padding, 0.0)
         v = v.masked_fill(padding, 0.0)
-    scalars = []
-    for x in inputs[3:6]:
-        scalars.append(None if x is None else x.reshape(-1, 1, 1)[group].to(dtype))
+
+    def scalar(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.reshape(-1, 1, 1)[group].to(dtype)
+
     global_padding = None
     if inputs.global_counts is not None and spec.max_global:
         global_padding = global_key_padding(spec.max_global, inputs, size, blocks)
         if global_padding is not None:
             global_padding = _repeat_for_heads(global_padding, heads)[group]
-    alpha, beta, offset = scalars
-    return Heads(q, k, v, alpha, beta, offset, padding, blocks, size, global_padding)
+    return Heads(
+        q=q,
+        k=k,
+        v=v,
+        alpha=scalar(inputs.alpha),
+        beta=scalar(inputs.beta),
+        offset=scalar(inputs.offset),
+        padding=padding,
+        blocks=blocks,
+        block_size=size,
+        global_padding=global_padding,
+    )
 
 
 def _repeat_for_heads(x: Tensor, heads: int) -> Tensor:

@@ -6,7 +6,7 @@ A landmark is the mean over a segment of a sequence. A few landmarks represent a
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops.autocast import without_autocast
+from lln_fairseq.ops.dispatch import autocast_disabled, without_autocast
 
 
 class Landmarks:
@@ -86,7 +86,7 @@ def iterative_pinv(a: Tensor, iterations: int) -> Tensor:
 
     Returns: (..., M, M) in the dtype of a.
     """
-    with torch.autocast(a.device.type, enabled=False):
+    with autocast_disabled(a):
         norms = a.sum(dim=-2).amax(dim=-1) * a.sum(dim=-1).amax(dim=-1)
         z = a.mT / norms[..., None, None]
         eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lln_fairseq.ops.block_diag import block_diag_attention, check_block_size
 from lln_fairseq.ops.dispatch import (
     FORMULA,
     attend,
@@ -32,7 +33,6 @@ from lln_fairseq.ops.dispatch import (
 from lln_fairseq.ops.exchange import create_exchange
 from lln_fairseq.ops.formula import (
     AVERAGE,
-    DIAG,
     JOINT,
     LLN,
     Inputs,
@@ -43,7 +43,7 @@ from lln_fairseq.ops.formula import (
     sum_keys,
 )
 from lln_fairseq.ops.global_tokens import attend_from_global_tokens
-from lln_fairseq.ops.moment_matching import match_moments_pytorch
+from lln_fairseq.ops.moment_matching import check_moment_options, match_moments_pytorch
 
 MIXES = ("average", "joint_offset")  # formulas that combine LLN and block-diagonal softmax
 
@@ -153,7 +153,8 @@ def lln_diag_attention(
     offset = scalar_per_head(0.0 if mix_parameter is None else mix_parameter, q, "mix_parameter")
     if q.shape[2] <= block_size and backend == "auto" and q.is_cpu and not torch.is_grad_enabled():
         # In one block this is softmax, and the offset, α and β, which have no influence, need no gradient here.
-        return block_diag(q, k, v, key_padding_mask, block_size, dropout_p)
+        _check_matching(alpha, beta, scope, constants)
+        return block_diag_attention(q, k, v, key_padding_mask, block_size, dropout_p)
     counts = None
     max_global = 0
     if global_tokens is not None:
@@ -186,20 +187,12 @@ def lln_features(
     return query_features(heads, sums).view(q.shape), key_features(heads, sums).view(k.shape)
 
 
-def block_diag(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, block_size: int, dropout_p: float) -> Tensor:
-    """Compute block-diagonal softmax attention of inputs that have been checked; see block_diag.py."""
-    spec = Spec(DIAG, block_size, dropout_p)
-    tensors = Inputs(q, k, v, padding=padding)
-    return attend(spec, tensors, choose_backend("auto", spec, tensors))
-
-
-def check_block_size(block_size: int | None, head_dim: int) -> int:
-    """Return block_size, or head_dim if block_size is None. Raise ValueError if block_size is below 1."""
-    if block_size is None:
-        return head_dim
-    if block_size < 1:
-        raise ValueError(f"block_size must be at least 1, got {block_size}")
-    return block_size
+def _check_matching(alpha: object, beta: object, scope: str, constants: str) -> None:
+    """Raise ValueError if only one of alpha and beta is None, or if both are and the options are unknown."""
+    if (alpha is None) != (beta is None):
+        raise ValueError("alpha and beta must be given together or not at all")
+    if alpha is None:
+        check_moment_options(scope, constants)
 
 
 def _match_and_attend(
@@ -212,16 +205,15 @@ def _match_and_attend(
     constants: str,
     group: ProcessGroup | None,
 ) -> Tensor:
-    """Find α and β, and compute the call. Raise ValueError if only one of alpha and beta is None.
+    """Find α and β, and compute the call.
 
     If α and β are to be matched per head with the shipped table, the backend does it, while it reads q and k anyway.
     """
+    _check_matching(alpha, beta, scope, constants)
     q, k, *_ = tensors
     exchange = None
     if group is not None:
         exchange = create_exchange(group, q, spec.block_size)
-    if (alpha is None) != (beta is None):
-        raise ValueError("alpha and beta must be given together or not at all")
     if alpha is not None and beta is not None:
         tensors = tensors._replace(alpha=scalar_per_head(alpha, q, "alpha"), beta=scalar_per_head(beta, q, "beta"))
     backend = choose_backend(backend, spec, tensors)

@@ -82,6 +82,14 @@ def match_moments(
     return load_backend(backend).match_moments(q.detach(), k.detach(), key_padding_mask, table)
 
 
+def check_moment_options(scope: str, constants: str) -> None:
+    """Raise ValueError if one of the two is unknown."""
+    if scope not in SCOPES:
+        raise ValueError(f"unknown scope '{scope}', choose from {', '.join(SCOPES)}")
+    if constants not in CONSTANTS:
+        raise ValueError(f"unknown constants '{constants}', choose from {', '.join(CONSTANTS)}")
+
+
 @torch.no_grad()
 def match_moments_pytorch(
     q: Tensor,
@@ -98,10 +106,7 @@ def match_moments_pytorch(
     None means the table that belongs to `constants`. It is ignored if constants is "paper". The exchange sums the
     moments over the workers.
     """
-    if scope not in SCOPES:
-        raise ValueError(f"unknown scope '{scope}', choose from {', '.join(SCOPES)}")
-    if constants not in CONSTANTS:
-        raise ValueError(f"unknown constants '{constants}', choose from {', '.join(CONSTANTS)}")
+    check_moment_options(scope, constants)
     if constants == "paper":
         table = None
     elif table is None:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.ops import formula
-from lln_fairseq.ops.autocast import without_autocast
 from lln_fairseq.ops.backends.torch import (
     empty_sums,
     head_groups,
@@ -34,7 +33,13 @@ from lln_fairseq.ops.backends.torch import (
     with_joined_heads,
     write_group,
 )
-from lln_fairseq.ops.dispatch import check_inputs, differentiable_gradients, fresh_result, is_traced_or_transformed
+from lln_fairseq.ops.dispatch import (
+    check_inputs,
+    differentiable_gradients,
+    fresh_result,
+    is_traced_or_transformed,
+    without_autocast,
+)
 from lln_fairseq.ops.formula import LLN, Heads, Inputs, KeySums, Spec, clear_padding, compute_dtype
 
 

@@ -386,7 +386,7 @@ def bad_arguments(message, teacher, tmp_path):
         return path, data, out, "--option", "nope=1"
     if message == "--length is 65":
         return path, data, out, "--length", 65
-    if message == "cannot load split 'valid'":
+    if message == "valid.idx is damaged or cut off":
         return path, truncated_copy(data, tmp_path / "data"), out
     if message == "is not the teacher's":
         return path, make_corpus(tmp_path / "corpus", SIZES, WORDS[::-1]), out
@@ -399,7 +399,7 @@ BAD_INPUT = (
     "is not a binarized data directory",
     "has no option 'nope'",
     "--length is 65",
-    "cannot load split 'valid'",
+    "valid.idx is damaged or cut off",
     "is not the teacher's",
     "has no text in its split 'valid'",
 )

@@ -17,7 +17,7 @@ MODELS = {
     "joint": {"lln_diag_mix": "joint_offset"},
     "global": {"lln_diag_mix": "joint_offset", "lln_diag_global_tokens": "first_segment"},
 }
-MOST_CALLS = 35
+MOST_CALLS = 37
 MOST_FILES = 8
 
 

@@ -11,7 +11,7 @@ def test_short_run_reports_lengths_growth_and_sent_bytes(capsys):
     assert [row[0] for row in rows] == ["512", "1,024", "seconds"]
     heads = 4
     dim = 64
-    moments = 8 * 6  # bytes of a head in float64; the rest is float32, see docs/sequence_parallel.md
+    moments = 4 * 6  # bytes of a head
     states = 4 * (dim * (dim + 2) + dim * (dim + 1))
     assert {row[-1] for row in rows[:2]} == {f"{heads * (moments + states) / 1e3:.1f}"}
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.registry import Attention, option, register_attention
+from lln_fairseq.ops.dispatch import autocast_disabled
 from lln_fairseq.ops.formula import clear_padding, compute_dtype, softmax_attention
 from lln_fairseq.ops.landmarks import Landmarks, iterative_pinv
 
@@ -72,7 +73,7 @@ class NystromAttention(Attention):
         k_mean = landmarks.means(k)
         # The inverse amplifies rounding errors, so it and its product are computed in float32 in half precision, too.
         dtype = compute_dtype(q.dtype)
-        with torch.autocast(q.device.type, enabled=False):
+        with autocast_disabled(q):
             scores = (q_mean.to(dtype) * self.head_dim**-0.5) @ k_mean.to(dtype).mT
             inverse = iterative_pinv(scores.softmax(dim=-1), self.config.iterations)
             values = inverse @ softmax_attention(q_mean, k, v, padding).to(dtype)

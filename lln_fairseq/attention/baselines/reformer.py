@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.registry import Attention, option, register_attention
+from lln_fairseq.ops.dispatch import autocast_disabled
 from lln_fairseq.ops.formula import clear_padding, compute_dtype, explicit_mask
 
 
@@ -91,7 +92,7 @@ class ReformerAttention(Attention):
         A sequence of n non-padding tokens uses the first ⌈n / 2m⌉ directions of the rotation R, (H, D, directions).
         Padding tokens get 2 · directions, so they are sorted to the end.
         """
-        with torch.autocast(x.device.type, enabled=False):
+        with autocast_disabled(x):
             projected = x.float() @ rotation.float()  # (B, H, N, directions)
         num_directions = projected.shape[-1]
         tokens_per_direction = 2 * self.config.chunk_size

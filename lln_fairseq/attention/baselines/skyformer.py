@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.registry import Attention, option, register_attention
+from lln_fairseq.ops.dispatch import autocast_disabled
 from lln_fairseq.ops.formula import clear_padding, compute_dtype
 from lln_fairseq.ops.landmarks import iterative_pinv
 
@@ -49,7 +50,7 @@ class SkyformerAttention(Attention):
         out_dtype = v.dtype
         dtype = compute_dtype(out_dtype)
         scale = self.head_dim**-0.25
-        with torch.autocast(q.device.type, enabled=False):
+        with autocast_disabled(q):
             q = q.to(dtype) * scale
             k = k.to(dtype) * scale
             v = v.to(dtype)
