@@ -209,7 +209,8 @@ def _match_and_attend(
 
     If α and β are to be matched per head with the shipped table, the backend does it, while it reads q and k anyway.
     """
-    _check_matching(alpha, beta, scope, constants)
+    if (alpha is None) != (beta is None):
+        raise ValueError("alpha and beta must be given together or not at all")
     q, k, *_ = tensors
     exchange = None
     if group is not None:
