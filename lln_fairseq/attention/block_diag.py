@@ -8,7 +8,7 @@ from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops import reference
 from lln_fairseq.ops.block_diag import block_diag_attention
-from lln_fairseq.ops.lln import check_block_size
+from lln_fairseq.ops.dispatch import check_block_size
 
 
 @dataclass

@@ -13,7 +13,8 @@ from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.lln import LLNAttention, LLNConfig, MomentMatchedAttention
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops import reference
-from lln_fairseq.ops.lln import MIXES, check_block_size, lln_diag_attention
+from lln_fairseq.ops.dispatch import check_block_size
+from lln_fairseq.ops.lln import MIXES, lln_diag_attention
 
 NO_GLOBAL_TOKENS = "none"
 FIRST_SEGMENT = "first_segment"

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from lln_fairseq.ops.dispatch import attend, check_inputs, choose_backend
+from lln_fairseq.ops.dispatch import attend, check_block_size, check_inputs, choose_backend
 from lln_fairseq.ops.formula import DIAG, Inputs, Spec
 
 
@@ -31,12 +31,3 @@ def block_diag_attention(
     spec = Spec(DIAG, check_block_size(block_size, q.shape[-1]), dropout_p)
     tensors = Inputs(q, k, v, padding=key_padding_mask)
     return attend(spec, tensors, choose_backend("auto", spec, tensors))
-
-
-def check_block_size(block_size: int | None, head_dim: int) -> int:
-    """Return block_size, or head_dim if block_size is None. Raise ValueError if block_size is below 1."""
-    if block_size is None:
-        return head_dim
-    if block_size < 1:
-        raise ValueError(f"block_size must be at least 1, got {block_size}")
-    return block_size

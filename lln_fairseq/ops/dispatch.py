@@ -1,7 +1,8 @@
 """The way of one call of LLN, block-diagonal or hybrid attention: checks, the choice of a backend, and the backward.
 
 Besides the backends, there is the plain formula of formula.py. It computes what no kernel can read: tensors that are
-traced, exported or transformed, second derivatives, and tensors without elements.
+traced, exported or transformed, second derivatives, and tensors without elements. What global tokens attend to is also
+computed here, after the backend.
 """
 
 import functools
@@ -13,11 +14,12 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
 from lln_fairseq.ops.backends import MODULES, NUM_DIFFERENTIABLE, load_backend
 from lln_fairseq.ops.exchange import Exchange
-from lln_fairseq.ops.formula import Inputs, Spec, hybrid_formula
+from lln_fairseq.ops.formula import Inputs, Spec, attend_to_all_keys, hybrid_formula
 from lln_fairseq.ops.operator import compiled_attention
 
 _P = ParamSpec("_P")
@@ -47,6 +49,15 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> Non
     if not (q.device == k.device == v.device and (padding is None or padding.device == q.device)):
         devices = ", ".join(str(x.device) for x in (q, k, v, padding) if x is not None)
         raise ValueError(f"q, k, v and key_padding_mask must be on one device, got {devices}")
+
+
+def check_block_size(block_size: int | None, head_dim: int) -> int:
+    """Return block_size, or head_dim if block_size is None. Raise ValueError if block_size is below 1."""
+    if block_size is None:
+        return head_dim
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    return block_size
 
 
 def scalar_per_head(x: float | Tensor, q: Tensor, name: str) -> Tensor:
@@ -209,17 +220,64 @@ def attend(spec: Spec, inputs: Inputs, backend: str, exchange: Exchange | None =
     """
     with autocast_disabled(inputs.q):
         if backend == FORMULA:
-            return hybrid_formula(spec, inputs)
-        if spec.dropout and inputs.seed is None:
-            # The seed of kernels on a GPU is drawn there, so that a CUDA graph draws a new one at each replay.
-            is_on_host = backend != "triton" and not torch.compiler.is_compiling()
-            device = torch.device("cpu") if is_on_host else inputs.q.device
-            inputs = inputs._replace(seed=torch.randint(2**31 - 1, (1,), device=device))
-        if torch.compiler.is_compiling():
-            return compiled_attention(spec, inputs, backend)
-        # torch may store a tensor as its negation, marked by a bit. Kernels read only the stored numbers.
-        inputs = inputs._replace(q=inputs.q.resolve_neg(), k=inputs.k.resolve_neg(), v=inputs.v.resolve_neg())
-        return AttentionFunction.apply(spec, backend, exchange, *inputs)
+            out = hybrid_formula(spec, inputs)
+        else:
+            if spec.dropout and inputs.seed is None:
+                # The seed of kernels on a GPU is drawn there, so that a CUDA graph draws a new one at each replay.
+                is_on_host = backend != "triton" and not torch.compiler.is_compiling()
+                device = torch.device("cpu") if is_on_host else inputs.q.device
+                inputs = inputs._replace(seed=torch.randint(2**31 - 1, (1,), device=device))
+            if torch.compiler.is_compiling():
+                return compiled_attention(spec, inputs, backend)  # calls with global tokens do not come here
+            # torch may store a tensor as its negation, marked by a bit. Kernels read only the stored numbers.
+            inputs = inputs._replace(q=inputs.q.resolve_neg(), k=inputs.k.resolve_neg(), v=inputs.v.resolve_neg())
+            out = AttentionFunction.apply(spec, backend, exchange, *inputs)
+        if inputs.global_counts is not None:
+            _attend_from_global_tokens(spec, inputs, out)
+        return out
+
+
+def _attend_from_global_tokens(spec: Spec, inputs: Inputs, out: Tensor) -> None:
+    """Overwrite the rows of the global queries in `out` with softmax attention over all keys that are not padding.
+
+    The backends do not compute these rows. They cost M x N scores for at most M global tokens.
+    """
+    queries = inputs.q[:, :, : spec.max_global]
+    if spec.dropout or is_traced_or_transformed(out, *inputs):
+        rows = attend_to_all_keys(queries, inputs.k, inputs.v, inputs.padding, spec.dropout)
+    else:
+        rows = GlobalRowsFunction.apply(queries, inputs.k, inputs.v, inputs.padding)
+    assert inputs.global_counts is not None
+    is_global = torch.arange(queries.shape[2], device=out.device) < inputs.global_counts[:, None]
+    first_rows = out[:, :, : spec.max_global]
+    out[:, :, : spec.max_global] = torch.where(is_global[:, None, :, None], rows, first_rows)
+
+
+class GlobalRowsFunction(torch.autograd.Function):
+    """`attend_to_all_keys` without dropout, as an autograd function with derivatives of any order.
+
+    torch's fused attention has only first derivatives. The forward pass cannot know whether the gradients will be
+    differentiated again. So it saves only the inputs, and the backward pass computes the output again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> Tensor:
+        ctx.save_for_backward(queries, k, v, padding)
+        return attend_to_all_keys(queries, k, v, padding)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        queries, k, v, padding = ctx.saved_tensors
+        create_graph = torch.is_grad_enabled() or is_traced_or_transformed(grad)
+
+        def attend(queries: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if create_graph:
+                with sdpa_kernel(SDPBackend.MATH):
+                    return attend_to_all_keys(queries, k, v, padding)
+            return attend_to_all_keys(queries, k, v, padding)
+
+        with autocast_disabled(grad):
+            return *differentiable_gradients(attend, (queries, k, v), ctx.needs_input_grad[:3], grad), None
 
 
 class AttentionFunction(torch.autograd.Function):

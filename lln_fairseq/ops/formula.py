@@ -181,9 +181,7 @@ def load_heads(spec: Spec, inputs: Inputs, group: slice = slice(None)) -> Heads:
     if is_ragged:
         q, k, v = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, v))
     if inputs.padding is not None and padding is not None:
-        q = clear_queries(q, padding)
-        k = k.masked_fill(padding, 0.0)
-        v = v.masked_fill(padding, 0.0)
+        q, k, v = clear_padding(q, k, v, padding)
 
     def scalar(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.reshape(-1, 1, 1)[group].to(dtype)
@@ -430,21 +428,20 @@ def clear_padding(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> tu
     """Return q, k and v with finite values at the padding positions, through which no gradient flows.
 
     Args:
-        q: (B, H, M, D), the first M queries.
-        k, v: (B, H, N, D).
-        padding: bool (B, N), True = padded, or None.
+        q: (B, H, M, D), the first M queries; or (G, N, D).
+        k, v: (B, H, N, D), or (G, N, D).
+        padding: bool, True = padded: (B, N), or (G, N, 1) for the other shapes. None if nothing is padded.
 
     Returns: new tensors, or the tensors q, k and v themselves if the mask is None.
     """
     if padding is None:
         return q, k, v
-    padded = padding[:, None, :, None]
-    return clear_queries(q, padded[:, :, : q.shape[2]]), k.masked_fill(padded, 0.0), v.masked_fill(padded, 0.0)
-
-
-def clear_queries(q: Tensor, padded: Tensor) -> Tensor:
-    """Return a copy of q with 0 for values that are padded, and NaN or at least PADDED_QUERY_LIMIT in magnitude."""
-    return q.masked_fill(padded & ~(q.abs() < PADDED_QUERY_LIMIT), 0.0)
+    padded = padding
+    if padding.dim() == 2:
+        padded = padding[:, None, :, None]
+    is_large = ~(q.abs() < PADDED_QUERY_LIMIT)  # also NaN
+    q = q.masked_fill(padded[..., : q.shape[-2], :] & is_large, 0.0)
+    return q, k.masked_fill(padded, 0.0), v.masked_fill(padded, 0.0)
 
 
 def head_moments(x: Tensor, padding: Tensor | None) -> HeadMoments:

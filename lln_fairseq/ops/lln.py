@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lln_fairseq.ops.block_diag import block_diag_attention, check_block_size
+from lln_fairseq.ops.block_diag import block_diag_attention
 from lln_fairseq.ops.dispatch import (
     FORMULA,
     attend,
+    check_block_size,
     check_inputs,
     choose_backend,
     is_traced_or_transformed,
@@ -42,7 +43,6 @@ from lln_fairseq.ops.formula import (
     query_features,
     sum_keys,
 )
-from lln_fairseq.ops.global_tokens import attend_from_global_tokens
 from lln_fairseq.ops.moment_matching import check_moment_options, match_moments_pytorch
 
 MIXES = ("average", "joint_offset")  # formulas that combine LLN and block-diagonal softmax
@@ -161,10 +161,7 @@ def lln_diag_attention(
         counts, max_global = _count_global_tokens(global_tokens, q, k, v)
     tensors = Inputs(q, k, v, offset=offset, padding=key_padding_mask, global_counts=counts)
     spec = Spec(JOINT, block_size, dropout_p, max_global=max_global)
-    out = _match_and_attend(spec, tensors, alpha, beta, backend, scope, constants, None)
-    if counts is None:
-        return out
-    return attend_from_global_tokens(out, q, k, v, key_padding_mask, counts, max_global, dropout_p)
+    return _match_and_attend(spec, tensors, alpha, beta, backend, scope, constants, None)
 
 
 def lln_features(
