@@ -177,7 +177,11 @@ def _load_model(directory: Path, model_type: str) -> tuple[Any, dict[str, Any]]:
         config_class = modeling.LLNRobertaConfig
         model_class = modeling.LLNRobertaForMaskedLM
 
+    for index in directory.glob("*.index.json"):
+        _check_index(index)
     files = list(directory.glob("model*.safetensors")) or list(directory.glob("pytorch_model*.bin"))
+    if not files:
+        raise UserError(f"{directory} holds no weights: it needs model.safetensors or pytorch_model.bin")
     for file in files:
         _check_file(file)
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
@@ -187,8 +191,7 @@ def _load_model(directory: Path, model_type: str) -> tuple[Any, dict[str, Any]]:
             layer = 4 * config.hidden_size**2 + 2 * config.hidden_size * config.intermediate_size
             rows = config.vocab_size + config.max_position_embeddings
             num_parameters = rows * config.hidden_size + config.num_hidden_layers * layer
-            # Before so much memory is allocated. Without files, transformers says which ones it looked for.
-            if files and num_parameters > sum(file.stat().st_size for file in files):
+            if num_parameters > sum(file.stat().st_size for file in files):  # before so much memory is allocated
                 raise ValueError(f"the sizes in {CONFIG} make {num_parameters} parameters, more than the files hold")
             model, loading_info = model_class.from_pretrained(
                 directory,
@@ -206,6 +209,19 @@ def _load_model(directory: Path, model_type: str) -> tuple[Any, dict[str, Any]]:
         expected = tuple(model.state_dict()[name].shape)
         raise UserError(f"{directory}: {_without_prefix(name)} must have the shape {expected} according to {CONFIG}")
     return model.eval(), loading_info
+
+
+def _check_index(index: Path) -> None:
+    """Raise UserError if an index lists a file that is missing, or outside its directory, where anything may lie."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise UserError(f"{index} lists no files")
+    for name in sorted(set(weight_map.values())):
+        file = index.parent / name
+        if file.parent != index.parent:
+            raise UserError(f"{index} lists {file.name}, which is not in the same directory")
+        if not file.is_file():
+            raise UserError(f"{index} lists {file.name}, which does not exist: download it too")
 
 
 def _check_file(file: Path) -> None:

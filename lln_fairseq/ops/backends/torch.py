@@ -221,7 +221,8 @@ def _joint_backward(heads: Heads, sums: KeySums, do: Tensor, drop: "_Dropout") -
     grad_state = a.mT @ (c_rows * do)
     dy = w * (heads.v @ grad_state.mT + _transposed_product(x, a, heads) - g)
     dv = w @ grad_state + _transposed_product(weights, do, heads)
-    dq, dk = _scores_backward(heads, _softmax_backward(drop.apply((1 - c * u) * e), p))
+    grad_p = drop.apply((1 - c * u) * e)
+    dq, dk = _scores_backward(heads, _softmax_backward(grad_p, p))
     doffset = (c_by_offset * (outside_e - u * diag_e)).sum(dim=(1, 2, 3))
     lln_dq, lln_dk, dv, dalpha, dbeta, _ = _scale_gradients(heads, dx, dy, dv)
     return [lln_dq + dq, lln_dk + dk, dv, dalpha, dbeta, doffset]
