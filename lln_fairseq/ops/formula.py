@@ -379,7 +379,7 @@ def _global_rows(y: Tensor, heads: Heads) -> Tensor:
 def first_rows(x: Tensor, number: int) -> Tensor:
     """Return the first rows of x (..., N, D). If N is a symbol, the result always has `number` rows, the last ones 0.
 
-    With sizes such as min(N, 128), an export of twelve layers takes many minutes.
+    With sizes such as min(N, 128), an export of six layers takes many minutes.
     """
     if not isinstance(x.shape[-2], int):
         x = F.pad(x, (0, 0, 0, number))
