@@ -135,12 +135,7 @@ def read_hugging_face_directory(directory: Path, attention: str = "") -> Importe
         notes.append("texts are put into lower case, as do_lower_case says")
 
     parameters = {name.fairseq: tensors[name.hugging_face] for name in names}
-    options = _read_options(config)
-    options["encoder_normalize_before"] = sizes.pre_norm
-    options["layernorm_embedding"] = sizes.embedding_norm
-    if is_ours and config.rotary_base is not None:
-        options["rotary"] = True
-        options["rotary_base"] = config.rotary_base
+    options = _read_options(config, sizes)
     if is_ours and config.attention == attention:
         parameters |= _attention_parameters(tensors)
         options |= _attention_options(config)
@@ -162,7 +157,7 @@ def read_hugging_face_directory(directory: Path, attention: str = "") -> Importe
 
 
 def _load_model(directory: Path, model_type: str) -> tuple[Any, dict[str, Any]]:
-    """Load a masked language model in float32, and return it with what transformers reports about the file.
+    """Load a masked language model in float32 and evaluation mode, with what transformers reports about the file.
 
     Parameters that the file lacks are random. The code in an exported model's directory is not used. Raises UserError
     if the weights are damaged or too small for config.json.
@@ -225,7 +220,7 @@ def _check_index(index: Path) -> None:
 
 
 def _check_file(file: Path) -> None:
-    """Raise UserError for what transformers accepts without a word, such as integers, or reports without the reason."""
+    """Load the whole file and check the parts that are converted: transformers would accept integers, for example."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -288,9 +283,9 @@ def _check_architecture(config: dict[str, Any], path: Path) -> None:
         raise UserError(f"{path}: hidden_act must be {' or '.join(activations)}, got {activation}")
 
 
-def _read_options(config: Any) -> dict[str, Any]:
+def _read_options(config: Any, sizes: ModelSizes) -> dict[str, Any]:
     """Return the options of LLNRobertaModel that a configuration of transformers states."""
-    return {
+    options = {
         "encoder_layers": config.num_hidden_layers,
         "encoder_embed_dim": config.hidden_size,
         "encoder_ffn_embed_dim": config.intermediate_size,
@@ -299,7 +294,13 @@ def _read_options(config: Any) -> dict[str, Any]:
         "dropout": config.hidden_dropout_prob,
         "attention_dropout": config.attention_probs_dropout_prob,
         "layer_norm_eps": config.layer_norm_eps,
+        "encoder_normalize_before": sizes.pre_norm,
+        "layernorm_embedding": sizes.embedding_norm,
     }
+    if config.model_type == OURS and config.rotary_base is not None:
+        options["rotary"] = True
+        options["rotary_base"] = config.rotary_base
+    return options
 
 
 def _attention_options(config: Any) -> dict[str, Any]:
@@ -314,9 +315,8 @@ def _attention_parameters(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the own parameters of an exported model's attention, such as learned gains, under fairseq's names."""
     parameters = {}
     for name, value in tensors.items():
-        match = re.fullmatch(
-            r"encoder\.layer\.(\d+)\.attention\.self\.(\w+)", name
-        )  # the projections have one more dot
+        # The names of the projections have one more dot.
+        match = re.fullmatch(r"encoder\.layer\.(\d+)\.attention\.self\.(\w+)", name)
         if match is not None:
             parameters[f"{ENCODER}layers.{match[1]}.{ATTENTION_PREFIX}{match[2]}"] = value
     return parameters

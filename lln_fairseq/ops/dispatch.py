@@ -96,7 +96,7 @@ def fresh_result(x: Tensor) -> Tensor:
 def keep_threshold(dropout: float) -> int:
     """Return the threshold in [1, 65535] that 16 random bits must be below for a softmax weight to be kept.
 
-    The probability of dropping then differs from `dropout` by at most 2⁻¹⁶.
+    The probability of dropping then differs from `dropout`, which is not 0, by at most 2⁻¹⁶.
     """
     return min(max(round((1 - dropout) * 2**16), 1), 2**16 - 1)
 
@@ -105,7 +105,8 @@ def choose_backend(backend: str, spec: Spec, inputs: Inputs) -> str:
     """Return the name of the backend that computes a call: "torch", "triton", "cpu" or FORMULA.
 
     "auto" selects the kernels for the device of q, or "torch" if they cannot run. FORMULA replaces "torch" for inputs
-    that are traced or transformed, and every backend for tensors without elements. ValueError is raised if the backend
+    that are traced or transformed, and every backend for tensors without elements. Kernels can stay selected under
+    torch.compile, see operator.py. ValueError is raised if the backend
     is unknown, or if it names kernels that cannot run on these inputs, for example because they are traced.
     """
     if backend not in BACKENDS:
@@ -215,8 +216,8 @@ def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
 def attend(spec: Spec, inputs: Inputs, backend: str, exchange: Exchange | None = None) -> Tensor:
     """Compute a call with a result of `choose_backend`, and return the output (B, H, N, D) in the dtype of q.
 
-    With dropout, with an exchange and under torch.compile, it can be differentiated only once; otherwise any number of
-    times. With an exchange, α and β must be given.
+    Backends with dropout or an exchange, and compiled calls, can be differentiated once; everything else, any number of
+    times. FORMULA and an exchange need α and β, and exclude each other.
     """
     with autocast_disabled(inputs.q):
         if backend == FORMULA:
@@ -242,15 +243,15 @@ def _attend_from_global_tokens(spec: Spec, inputs: Inputs, out: Tensor) -> None:
 
     The backends do not compute these rows. They cost M x N scores for at most M global tokens.
     """
-    queries = inputs.q[:, :, : spec.max_global]
+    most = spec.max_global
+    queries = inputs.q[:, :, :most]
     if spec.dropout or is_traced_or_transformed(out, *inputs):
         rows = attend_to_all_keys(queries, inputs.k, inputs.v, inputs.padding, spec.dropout)
     else:
         rows = GlobalRowsFunction.apply(queries, inputs.k, inputs.v, inputs.padding)
     assert inputs.global_counts is not None
     is_global = torch.arange(queries.shape[2], device=out.device) < inputs.global_counts[:, None]
-    first_rows = out[:, :, : spec.max_global]
-    out[:, :, : spec.max_global] = torch.where(is_global[:, None, :, None], rows, first_rows)
+    out[:, :, :most] = torch.where(is_global[:, None, :, None], rows, out[:, :, :most])
 
 
 class GlobalRowsFunction(torch.autograd.Function):

@@ -151,7 +151,8 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def hybrid_formula(spec: Spec, inputs: Inputs) -> Tensor:
     """Compute the call with the α and β of the inputs, and return (B, H, N, D) in the dtype of q.
 
-    Dropout uses torch's generator and not the seed, and `spec.matched` is ignored.
+    The softmax rows of global queries are not computed here. Dropout uses torch's generator and not the seed, and
+    `spec.matched` is ignored.
     """
     heads = load_heads(spec, inputs)
     sums = None
@@ -162,7 +163,10 @@ def hybrid_formula(spec: Spec, inputs: Inputs) -> Tensor:
 
 
 def load_heads(spec: Spec, inputs: Inputs, group: slice = slice(None)) -> Heads:
-    """Return a group of the B·H heads in the compute dtype, with N rounded up to whole blocks and padding cleared."""
+    """Return a group of the B·H heads in the compute dtype, with N rounded up to whole blocks and padding cleared.
+
+    T is at most a known N, and 1 for LLN. The tensors may be views of the inputs.
+    """
     _, heads, length, _ = inputs.q.shape
     dtype = compute_dtype(inputs.q.dtype)
     size = 1
@@ -234,10 +238,10 @@ def query_features(heads: Heads, sums: KeySums) -> Tensor:
 def key_features(heads: Heads, sums: KeySums) -> Tensor:
     """Compute W, (G, N, D): every column is a distribution over the tokens, 0 for padding keys."""
     # As in sum_keys, without the logarithm of the total: exp(β k - L) would differ by the rounding of a large L.
-    w = (heads.beta * heads.k - sums.maximum).exp() / sums.total
+    y = heads.beta * heads.k
     if heads.padding is not None:
-        w = w.masked_fill(heads.padding, 0.0)
-    return w
+        y = y.masked_fill(heads.padding, -math.inf)  # before exp, whose gradient would be NaN if it overflowed there
+    return (y - sums.maximum).exp() / sums.total
 
 
 def attend_heads(spec: Spec, heads: Heads, sums: KeySums | None, drop: Drop) -> Tensor:
@@ -445,7 +449,9 @@ def clear_padding(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> tu
 
 
 def head_moments(x: Tensor, padding: Tensor | None) -> HeadMoments:
-    """Compute the moments of every sequence and head of x (B, H, N, D), each (B, H), without gradient.
+    """Compute the moments of every sequence and head of x (B, H, N, D), each (B, H) in the compute dtype.
+
+    The variance divides by the number of features of the real tokens. No gradient flows.
 
     E[x²] - E[x]² would lose all digits if the mean is much larger than the standard deviation. So both are computed
     relative to an origin, the mean of the first token that is not padding.

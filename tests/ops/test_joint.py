@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lln_fairseq.ops import reference
+from lln_fairseq.ops import formula, reference
 from lln_fairseq.ops.backends import load_backend
-from lln_fairseq.ops.formula import JOINT, Spec
+from lln_fairseq.ops.formula import JOINT, Inputs, Spec
 from lln_fairseq.ops.lln import lln_diag_attention
 from tests.helpers import random_qkv, relative_rms
 from tests.ops.mixes import BLOCK, OFFSETS, assert_float32_accuracy, attend, holes, inputs, oracle, output_and_gradients
@@ -118,3 +118,18 @@ def test_dropout_concerns_only_the_block():
     # The fraction of 32,768 weights has a standard deviation of 0.0024.
     assert abs(kept.float().mean().item() - 0.75) < 0.015
     torch.testing.assert_close(dropped[same_block][kept], plain[same_block][kept] / 0.75, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("padding", [None, torch.tensor([[False, False, False, False, True]])])
+def test_formula_has_finite_gradients_if_all_keys_are_far_below_those_of_padding(padding):
+    """A padding key is 0, so without its mask its feature would be e^100 times those of the real keys."""
+    tensors = list(torch.randn(3, 1, 1, 5, 4, generator=torch.Generator().manual_seed(0)))
+    tensors[1][..., 0] -= 100.0
+    for x in tensors:
+        x.requires_grad_()
+    ones = torch.ones(1, 1)
+
+    out = formula.hybrid_formula(Spec(JOINT, 2), Inputs(*tensors, ones, ones, 0 * ones, padding))
+
+    for gradient in torch.autograd.grad(out.sum(), tensors):
+        assert gradient.isfinite().all()
