@@ -84,6 +84,15 @@ def add_distractors(rows: GlueRows, sentences: int, seed: int) -> GlueRows:
     return GlueRows((questions, texts), rows.labels, empty=rows.empty)
 
 
+def read_held_out_rows(source: GlueSource, train: int, test: int, sentences: int = 1) -> dict[str, GlueRows]:
+    """Return the rows of train, valid and test as in the result, see `build_glue_held_out`."""
+    rows = split_rows(source, train, test)
+    if sentences > 1:
+        for seed, split in enumerate(rows):
+            rows[split] = add_distractors(rows[split], sentences, seed)
+    return rows
+
+
 def build_glue_held_out(
     out: Path,
     task_name: str,
@@ -126,19 +135,13 @@ def build_glue_held_out(
         "tokenizer": vocabulary.identity,
     }
 
-    def read() -> dict[str, GlueRows]:
-        rows = split_rows(glue_source, train, test)
-        if sentences > 1:
-            for seed, split in enumerate(rows):
-                rows[split] = add_distractors(rows[split], sentences, seed)
-        return rows
-
     def write(rows: dict[str, GlueRows]) -> dict[str, Any]:
         with ParallelEncoder(vocabulary, workers) as encoder:
             datasets = write_glue_task(out, task, rows, encoder)
         return describe_result(task, vocabulary, rows, datasets)
 
     files = glue_result_files(task, SPLITS, vocabulary, labeled_splits=SPLITS)
+    read = partial(read_held_out_rows, glue_source, train, test, sentences)
     return manifest.build_directory(out, settings, files, read, write, overwrite)
 
 

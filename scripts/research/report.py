@@ -12,7 +12,16 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from lln_fairseq.errors import UserError
-from scripts.research.units import CONVERSION, CONVERTED, PRETRAINED, PRETRAINING, REPORTED_TASKS, SOFTMAX
+from scripts.research.units import (
+    CONVERSION,
+    CONVERTED,
+    FLOOR,
+    PRETRAINED,
+    PRETRAINING,
+    REPORTED_TASKS,
+    SOFTMAX,
+    TF_IDF,
+)
 
 CONTROL = "blocks and global first segment"  # the part "Diag only" of joint_offset_global
 SAME_AS_SOFTMAX = 0.0005  # relative error below which an attention counts as softmax at the length of the task
@@ -25,13 +34,14 @@ def write_report(results: Path) -> None:
     """
     conversions = read_results(results / CONVERSION)
     pretrainings = read_results(results / PRETRAINING)
+    floors = read_results(results / FLOOR)
     if not conversions and not pretrainings:
         raise UserError(f"{results} has no results: run `python -m scripts.research.table1 all --work DIRECTORY` first")
     sections = []
     if conversions:
-        sections.append(conversion_table(conversions))
+        sections.append(conversion_table(conversions, floors))
         sections.append(time_table(conversions))
-        draw_conversions(conversions, results / "conversion.png")
+        draw_conversions(conversions, floors, results / "conversion.png")
     if pretrainings:
         sections.append(pretraining_table(pretrainings))
         draw_pretraining(pretrainings, results / "pretraining.png")
@@ -70,8 +80,8 @@ def accuracies(results: Sequence[dict[str, Any]], stage: str) -> list[float]:
     return [100 * result["scores"][stage]["all"] for result in results if stage in result["scores"]]
 
 
-def conversion_table(results: list[dict[str, Any]]) -> str:
-    """Return the table of accuracies: without training, and linearized, for each task."""
+def conversion_table(results: list[dict[str, Any]], floors: list[dict[str, Any]]) -> str:
+    """Return the table of accuracies: without training, and linearized, for each task. The last row is the floor."""
     tasks = [task for task in REPORTED_TASKS if select(results, task=task)]
     titles = ["accuracy [%]: swapped in → linearized"]
     softmax = [SOFTMAX]
@@ -90,6 +100,9 @@ def conversion_table(results: list[dict[str, Any]]) -> str:
         if attention == "joint_offset_global" and any(cells):
             parts = [select(results, task=task, attention=attention) for task in tasks]
             rows.append([CONTROL, *(mean_and_range(accuracies(part, "Diag only")) for part in parts)])
+    floor_cells = [mean_and_range(accuracies(select(floors, task=task), TF_IDF)) for task in tasks]
+    if any(floor_cells):
+        rows.append(["TF-IDF and logistic regression", *floor_cells])
     if any(cell.endswith("=") for row in rows for cell in row):
         notes.append("- =: the outputs are those of softmax (relative error 0) at the length of this task")
     if any(row[0] == CONTROL for row in rows):
@@ -145,7 +158,7 @@ def pretraining_table(results: list[dict[str, Any]]) -> str:
     return markdown(rows)
 
 
-def draw_conversions(results: list[dict[str, Any]], path: Path) -> None:
+def draw_conversions(results: list[dict[str, Any]], floors: list[dict[str, Any]], path: Path) -> None:
     """Draw the accuracies of every attention and task, one mark for each seed."""
     tasks = [task for task in REPORTED_TASKS if select(results, task=task)]
     names = [name for name in reversed(CONVERTED) if accuracies(select(results, attention=name), "linearized")]
@@ -154,6 +167,8 @@ def draw_conversions(results: list[dict[str, Any]], path: Path) -> None:
     for task, axes in zip(tasks, panels[0], strict=True):
         of_task = select(results, task=task)
         axes.axvline(statistics.fmean(accuracies(one_per_seed(of_task), SOFTMAX)), color="gray")
+        for accuracy in accuracies(select(floors, task=task), TF_IDF):
+            axes.axvline(accuracy, color="gray", linestyle=":")
         for height, name in enumerate(names):
             chosen = select(of_task, attention=name)
             swapped = accuracies(chosen, "swapped")
@@ -167,7 +182,7 @@ def draw_conversions(results: list[dict[str, Any]], path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.set_yticks(range(len(names)), names)
         axes.set_ylim(-0.5, len(names) - 0.5)
-    marks = "rings: swapped in, dots: linearized,\ncrosses: linearized, without LLN, line: softmax"
+    marks = "rings: swapped in, dots: linearized,\ncrosses: linearized, without LLN, lines: softmax and (dotted) TF-IDF"
     figure.suptitle(marks, fontsize=9)
     save(figure, path)
 

@@ -9,6 +9,7 @@ from lln_fairseq.errors import UserError
 SOFTMAX = "softmax"
 CONVERSION = "conversion"
 PRETRAINING = "pretraining"
+FLOOR = "floor"
 RESULTS = Path("docs/results")
 
 
@@ -83,6 +84,8 @@ PRETRAINED = {
     "tnn": "tnn",
 }
 TWO_SEEDS = (SOFTMAX, "lln_diag")
+TF_IDF = "tf_idf"
+SPECS = {CONVERSION: CONVERTED, PRETRAINING: PRETRAINED, FLOOR: {TF_IDF: TF_IDF}}
 
 
 @dataclass(frozen=True)
@@ -104,9 +107,7 @@ class Unit:
 
     @property
     def spec(self) -> str:
-        if self.kind == CONVERSION:
-            return CONVERTED[self.attention]
-        return PRETRAINED[self.attention]
+        return SPECS[self.kind][self.attention]
 
     def result(self, results: Path) -> Path:
         return results / self.kind / f"{self.name}.json"
@@ -114,16 +115,17 @@ class Unit:
 
 def check_unit(unit: Unit) -> None:
     """Raise UserError if there is no such task or attention. Other seeds than those of `all_units` are allowed."""
-    attentions = CONVERTED if unit.kind == CONVERSION else PRETRAINED
-    if unit.kind == CONVERSION and unit.task not in TASKS:
+    if unit.task and unit.task not in TASKS:
         raise UserError(f"no such task: {unit.task}{did_you_mean(unit.task, TASKS)}")
+    attentions = SPECS[unit.kind]
     if unit.attention not in attentions:
         raise UserError(f"no such attention: {unit.attention}{did_you_mean(unit.attention, attentions)}")
 
 
 def all_units() -> list[Unit]:
     """Return the units of the tables in the order in which they run, the most informative first."""
-    units = [Unit(PRETRAINING, "", attention, 1) for attention in TWO_SEEDS]
+    units = [Unit(FLOOR, task, TF_IDF, 1) for task in REPORTED_TASKS]
+    units += [Unit(PRETRAINING, "", attention, 1) for attention in TWO_SEEDS]
     units += _conversions(1, tuple(CONVERTED))
     units += [Unit(PRETRAINING, "", attention, 1) for attention in PRETRAINED if attention not in TWO_SEEDS]
     units += _conversions(2, THREE_SEEDS)

@@ -69,7 +69,8 @@ def test_list_shows_what_is_missing(tmp_path, capsys):
     assert table1.main(["list", "--results", str(tmp_path)]) == 0
 
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "missing  pretraining softmax --seed 1"
+    assert lines[0] == "missing  floor qnli"
+    assert "missing  pretraining softmax --seed 1" in lines
     assert "done     conversion qnli elu --seed 2" in lines
     assert lines[-1] == f"1 of {len(all_units())} units are done"
     assert len(set(lines)) == len(all_units()) + 1
@@ -165,6 +166,29 @@ def test_conversion_unit_scores_all_stages_and_parts(tmp_path, monkeypatch, in_t
     assert 0 < linear["relative_error"] < 1
     assert linear["milliseconds"].keys() == {str(linear["mean_tokens"]), "512"}
     assert not list(work.glob("conversion/*/*/model.pt"))
+
+
+def test_floor_unit_compares_the_words_of_a_pair(tmp_path, monkeypatch):
+    generator = random.Random(3)
+    words = [f"word{number}" for number in range(20)]
+    directory = tmp_path / "glue" / "QNLI"
+    directory.mkdir(parents=True)
+    for split, count in (("train", 300), ("dev", 40)):
+        lines = ["index\tquestion\tsentence\tlabel"]
+        for number in range(count):
+            question, other = generator.sample(words, 2)
+            label = generator.choice(("entailment", "not_entailment"))
+            sentence = question if label == "entailment" else other
+            lines.append(f"{number}\twhat is {question}\tit is {sentence}\t{label}")
+        (directory / f"{split}.tsv").write_text("\n".join(lines) + "\n")
+    options = ["--glue", str(tmp_path / "glue"), "--work", str(tmp_path), "--results", str(tmp_path)]
+    monkeypatch.setitem(units.TASKS, "qnli", Task("QNLI", train=250, held_out=50))
+
+    assert table1.main(["floor", "qnli", *options]) == 0
+
+    content = json.loads((tmp_path / "floor" / "qnli_tf_idf_seed1.json").read_text())
+    assert content["rows"] == {"train": 250, "valid": 40, "test": 50}
+    assert content["scores"]["tf_idf"]["all"] > 0.95  # neither text alone says anything about the label
 
 
 def test_refused_attention_says_why(tmp_path, monkeypatch):
@@ -284,6 +308,8 @@ def test_report_has_means_ranges_and_the_control(tmp_path):
             probe=probe,
         )
 
+    write_result(tmp_path, Unit("floor", "qnli", "tf_idf", 1), seed=1, scores={"tf_idf": {"all": 0.58}})
+
     write_report(tmp_path)
 
     lines = (tmp_path / "table1.md").read_text().splitlines()
@@ -291,6 +317,7 @@ def test_report_has_means_ranges_and_the_control(tmp_path):
     assert "| lln_diag | 60.0 → 71.0 (70.0–72.0) |" in lines
     assert "| blocks and global first segment | 78.5 |" in lines
     assert "| reformer | 60.0 → 79.0 = |" in lines
+    assert "| TF-IDF and logistic regression | 58.0 |" in lines
     assert "- tnn: tnn replaces the layer" in lines
     assert "| lln_diag | 1.50 (1.50–1.50) |" in lines
     assert "| softmax | 9.00 | 6.17 | 2 | float32 |" in lines
