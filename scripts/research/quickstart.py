@@ -28,7 +28,7 @@ from scripts.research.training import call, call_logged, format_override, prepar
 ATTENTION = "lln_diag"
 BASELINE = "softmax"
 ENCODER = "minilm"
-PRETRAINING_UPDATES = 300
+PRETRAINING_UPDATES = 150
 # With blocks of 8 tokens, most pairs of tokens of a review, which has 27 on average, attend by LLN.
 LINEAR_OPTIONS = ["mix=joint_offset", "gain=learned", "block_size=8"]
 TRANSFER_STEPS = 100

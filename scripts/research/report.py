@@ -14,16 +14,37 @@ import matplotlib.pyplot as plt
 from lln_fairseq.errors import UserError
 from scripts.research.units import (
     CONVERSION,
-    CONVERTED,
     FLOOR,
     PRETRAINED,
     PRETRAINING,
     REPORTED_TASKS,
     SOFTMAX,
+    TASKS,
     TF_IDF,
 )
 
-CONTROL = "blocks and global first segment"  # the part "Diag only" of joint_offset_global
+# The names of the converted attentions, in the order of the tables and pictures.
+LABELS = {
+    "joint_offset_global": "LLN+Diag, joint, first text global",
+    "joint_offset": "LLN+Diag, joint",
+    "lln_diag": "LLN+Diag, average (the paper's)",
+    "block_diag": "blocks only",
+    "lln": "LLN only",
+    "hedgehog_blocks": "Hedgehog averaged with blocks",
+    "hedgehog": "Hedgehog",
+    "t2r_blocks": "T2R averaged with blocks",
+    "t2r": "T2R",
+    "performer": "Performer",
+    "elu": "ELU",
+    "cosformer": "cosFormer",
+    "linformer": "Linformer",
+    "nystrom": "Nyströmformer",
+    "longformer": "Longformer",
+    "reformer": "Reformer",
+    "flash": "FLASH",
+    "tnn": "TNN",
+}
+CONTROL = "blocks only, first text global"  # the part "Diag only" of joint_offset_global
 SAME_AS_SOFTMAX = 0.0005  # relative error below which an attention counts as softmax at the length of the task
 
 
@@ -86,17 +107,17 @@ def conversion_table(results: list[dict[str, Any]], floors: list[dict[str, Any]]
     titles = ["accuracy [%]: swapped in → linearized"]
     softmax = [SOFTMAX]
     for task in tasks:
-        titles.append(f"{task}, {select(results, task=task)[0]['mean_tokens']} tokens")
+        titles.append(task_title(task, select(results, task=task)))
         softmax.append(mean_and_range(accuracies(one_per_seed(select(results, task=task)), SOFTMAX)))
     rows = [titles, softmax]
     notes = []
-    for attention in CONVERTED:
+    for attention, label in LABELS.items():
         cells = [conversion_cell(select(results, task=task, attention=attention)) for task in tasks]
-        if attention != SOFTMAX and any(cells):
-            rows.append([attention, *cells])
+        if any(cells):
+            rows.append([label, *cells])
         for result in select(results, attention=attention):
             if "refused" in result:
-                notes.append(f"- {attention}: {result['refused']}")
+                notes.append(f"- {label}: {result['refused']}")
         if attention == "joint_offset_global" and any(cells):
             parts = [select(results, task=task, attention=attention) for task in tasks]
             rows.append([CONTROL, *(mean_and_range(accuracies(part, "Diag only")) for part in parts)])
@@ -106,8 +127,16 @@ def conversion_table(results: list[dict[str, Any]], floors: list[dict[str, Any]]
     if any(cell.endswith("=") for row in rows for cell in row):
         notes.append("- =: the outputs are those of softmax (relative error 0) at the length of this task")
     if any(row[0] == CONTROL for row in rows):
-        notes.append(f"- {CONTROL}: joint_offset_global without LLN; nothing of it can be trained")
+        notes.append(f"- {CONTROL}: the row above it without LLN; nothing of it can be trained")
     return "\n\n".join([markdown(rows), "\n".join(notes)]).strip()
+
+
+def task_title(task: str, results: Sequence[dict[str, Any]]) -> str:
+    """Return the name of a task and the mean number of tokens of its rows: "QNLI among 16, 564 tokens"."""
+    name = TASKS[task].glue
+    if TASKS[task].sentences > 1:
+        name += f" among {TASKS[task].sentences}"
+    return f"{name}, {results[0]['mean_tokens']} tokens"
 
 
 def one_per_seed(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -136,10 +165,10 @@ def time_table(results: list[dict[str, Any]]) -> str:
             times.setdefault(result["attention"], {}).setdefault(int(length), []).append(ratio)
             lengths.add(int(length))
     rows = [["time of a call / softmax's, at tokens", *map(str, sorted(lengths))]]
-    for attention in CONVERTED:
+    for attention, label in LABELS.items():
         if attention in times:
             ratios = times[attention]
-            rows.append([attention, *(mean_and_range(ratios.get(length, []), 2) for length in sorted(lengths))])
+            rows.append([label, *(mean_and_range(ratios.get(length, []), 2) for length in sorted(lengths))])
     return markdown(rows)
 
 
@@ -161,8 +190,8 @@ def pretraining_table(results: list[dict[str, Any]]) -> str:
 def draw_conversions(results: list[dict[str, Any]], floors: list[dict[str, Any]], path: Path) -> None:
     """Draw the accuracies of every attention and task, one mark for each seed."""
     tasks = [task for task in REPORTED_TASKS if select(results, task=task)]
-    names = [name for name in reversed(CONVERTED) if accuracies(select(results, attention=name), "linearized")]
-    size = (3 * len(tasks) + 1.5, 0.28 * len(names) + 1.8)
+    names = [name for name in reversed(LABELS) if accuracies(select(results, attention=name), "linearized")]
+    size = (2.6 * len(tasks) + 2.5, 0.28 * len(names) + 1.8)
     figure, panels = plt.subplots(1, len(tasks), figsize=size, sharey=True, squeeze=False)
     for task, axes in zip(tasks, panels[0], strict=True):
         of_task = select(results, task=task)
@@ -177,12 +206,12 @@ def draw_conversions(results: list[dict[str, Any]], floors: list[dict[str, Any]]
             axes.plot(linearized, [height] * len(linearized), "o", color="C0")
             without_lln = accuracies(chosen, "Diag only")
             axes.plot(without_lln, [height] * len(without_lln), "x", color="C1")
-        axes.set_title(task)
+        axes.set_title(task_title(task, of_task))
         axes.set_xlabel("accuracy [%]")
         axes.grid(alpha=0.3)
-        axes.set_yticks(range(len(names)), names)
+        axes.set_yticks(range(len(names)), [LABELS[name] for name in names])
         axes.set_ylim(-0.5, len(names) - 0.5)
-    marks = "rings: swapped in, dots: linearized,\ncrosses: linearized, without LLN, lines: softmax and (dotted) TF-IDF"
+    marks = "rings: swapped in, dots: linearized, crosses: linearized, without LLN, lines: softmax and (dotted) TF-IDF"
     figure.suptitle(marks, fontsize=9)
     save(figure, path)
 

@@ -16,7 +16,7 @@ import lln_fairseq.__main__
 from lln_fairseq.errors import UserError
 from scripts.research import conversion, pretraining, table1, units
 from scripts.research.programs import ProgramFailed, Programs, locked
-from scripts.research.report import write_report
+from scripts.research.report import LABELS, write_report
 from scripts.research.units import Task, Unit, all_units
 from tests.conversion.sources import make_model
 from tests.fairseq_runs import hydra_train
@@ -313,16 +313,20 @@ def test_report_has_means_ranges_and_the_control(tmp_path):
     write_report(tmp_path)
 
     lines = (tmp_path / "table1.md").read_text().splitlines()
-    assert "| accuracy [%]: swapped in → linearized | qnli, 48 tokens |" in lines
-    assert "| lln_diag | 60.0 → 71.0 (70.0–72.0) |" in lines
-    assert "| blocks and global first segment | 78.5 |" in lines
-    assert "| reformer | 60.0 → 79.0 = |" in lines
+    assert "| accuracy [%]: swapped in → linearized | QNLI, 48 tokens |" in lines
+    assert "| LLN+Diag, average (the paper's) | 60.0 → 71.0 (70.0–72.0) |" in lines
+    assert "| blocks only, first text global | 78.5 |" in lines
+    assert "| Reformer | 60.0 → 79.0 = |" in lines
     assert "| TF-IDF and logistic regression | 58.0 |" in lines
-    assert "- tnn: tnn replaces the layer" in lines
-    assert "| lln_diag | 1.50 (1.50–1.50) |" in lines
+    assert "- TNN: tnn replaces the layer" in lines
+    assert "| LLN+Diag, average (the paper's) | 1.50 (1.50–1.50) |" in lines
     assert "| softmax | 9.00 | 6.17 | 2 | float32 |" in lines
     assert (tmp_path / "conversion.png").stat().st_size > 5000
     assert (tmp_path / "pretraining.png").stat().st_size > 5000
+
+
+def test_every_converted_attention_has_a_label():
+    assert {"softmax", *LABELS} == set(units.CONVERTED)
 
 
 def test_report_without_results_says_what_to_run(tmp_path):
