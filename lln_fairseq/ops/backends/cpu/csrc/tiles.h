@@ -117,20 +117,31 @@ static __attribute__((noinline)) void transpose(int64_t n, int64_t m, const floa
                 for (int ii = 0; ii < 16; ii++) out[(j + jj) * n + i + ii] = x[(i + ii) * m + j + jj];
 }
 
-/* Replace x by its softmax over those of its n numbers whose `valid` is not 0, or over all if `valid` is NULL. The
-   excluded numbers become 0; so do all if every number is excluded. */
+/* Replace x by its softmax over those of its n numbers whose `valid` is 1, or over all if `valid` is NULL. The others
+   have 0 in `valid` and become 0; so do all if every number is excluded. The loops have no branches, so that they are
+   computed in vectors; `exponential` accepts the large differences of excluded numbers. */
 static inline void softmax(int64_t n, const float *valid, float *x) {
     float row_max = -INFINITY;
     float total = 0;
+    if (valid == NULL) {
 #pragma omp simd reduction(max : row_max)
-    for (int64_t j = 0; j < n; j++) {
-        const float y = valid == NULL || valid[j] > 0 ? x[j] : -INFINITY;
-        row_max = y > row_max ? y : row_max;
-    }
+        for (int64_t j = 0; j < n; j++) row_max = x[j] > row_max ? x[j] : row_max;
 #pragma omp simd reduction(+ : total)
-    for (int64_t j = 0; j < n; j++) {
-        x[j] = valid == NULL || valid[j] > 0 ? exponential(x[j] - row_max) : 0;
-        total += x[j];
+        for (int64_t j = 0; j < n; j++) {
+            x[j] = exponential(x[j] - row_max);
+            total += x[j];
+        }
+    } else {
+#pragma omp simd reduction(max : row_max)
+        for (int64_t j = 0; j < n; j++) {
+            const float y = valid[j] > 0 ? x[j] : -INFINITY;
+            row_max = y > row_max ? y : row_max;
+        }
+#pragma omp simd reduction(+ : total)
+        for (int64_t j = 0; j < n; j++) {
+            x[j] = exponential(x[j] - row_max) * valid[j];
+            total += x[j];
+        }
     }
     const float inverse = total == 0 ? 0 : 1 / total;
 #pragma omp simd
