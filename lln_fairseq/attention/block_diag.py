@@ -5,22 +5,26 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lln_fairseq.attention.context import NO_CONTEXT, Context
+from lln_fairseq.attention.global_tokens import NO_GLOBAL_TOKENS, VALUES, parse_global_tokens
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops import reference
 from lln_fairseq.ops.block_diag import block_diag_attention
-from lln_fairseq.ops.dispatch import check_block_size
+from lln_fairseq.ops.dispatch import check_block_size, select_global_tokens
 
 
 @dataclass
 class BlockDiagConfig:
     block_size: int | None = option(None, "tokens in a block; default: the head dimension", at_least=1)
+    global_tokens: str = option(
+        NO_GLOBAL_TOKENS, f"the first tokens that attend to all tokens, and that all tokens attend to: {VALUES}"
+    )
 
 
 @register_attention("block_diag", BlockDiagConfig)
 class BlockDiagAttention(Attention):
     """Softmax attention within blocks of `block_size` consecutive tokens. The last block may be shorter.
 
-    The output is 0 in a block that contains only padding.
+    The output is 0 in a block that contains only padding, if no token is global.
     """
 
     def __init__(
@@ -28,10 +32,14 @@ class BlockDiagAttention(Attention):
     ) -> None:
         super().__init__(config, num_heads, head_dim, max_positions, dropout)
         self.block_size = check_block_size(config.block_size, head_dim)
-        self.shard_multiple = self.block_size
+        self.global_tokens = parse_global_tokens(config.global_tokens)
+        if self.global_tokens is None:
+            self.shard_multiple = self.block_size
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context = NO_CONTEXT) -> Tensor:
-        return block_diag_attention(q, k, v, context.padding, self.block_size, self.active_dropout)
+        counts = select_global_tokens(self.global_tokens, context.first_lengths)
+        return block_diag_attention(q, k, v, context.padding, self.block_size, self.active_dropout, counts)
 
     def attention_matrix(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> Tensor:
-        return reference.block_diag_matrix(q, k, self.block_size, context.padding)
+        counts = select_global_tokens(self.global_tokens, context.first_lengths)
+        return reference.block_diag_matrix(q, k, self.block_size, context.padding, counts)

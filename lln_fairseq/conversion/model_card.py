@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lln_fairseq.attention.lln_diag import FIRST_SEGMENT
+from lln_fairseq.attention.global_tokens import FIRST_SEGMENT
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION
 from lln_fairseq.checkpoints.pooling import Pooling
 from lln_fairseq.conversion.to_hugging_face import SENTENCE_VECTORS, longest_exported_sequence

@@ -30,6 +30,8 @@ FORMULA = "formula"  # `choose_backend` returns this if only the plain formula c
 _AUTO_BY_DEVICE_TYPE = {"cuda": "triton", "cpu": "cpu"}  # every other device gets PyTorch
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
+# A first segment has at most this many global tokens, so that the cost stays linear in the length of the sequence.
+MAX_FIRST_SEGMENT = 128
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -78,6 +80,55 @@ def scalar_per_head(x: float | Tensor, q: Tensor, name: str) -> Tensor:
         raise ValueError(
             f"{name} of shape {tuple(x.shape)} does not broadcast to (B, H) = {tuple(q.shape[:2])}"
         ) from None
+
+
+def count_global_tokens(global_tokens: int | Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor | None, int]:
+    """Return the number of global tokens of every sequence, int64 (B,), and an upper bound of these numbers.
+
+    A number above N counts as N, and (None, 0) means that no token is global. The values of a tensor that is traced or
+    transformed cannot be read: they are not checked, and the upper bound is N. Raises ValueError if a number is
+    negative or if a tensor is not an integer tensor (B,), and TypeError for something else.
+    """
+    batch, _, length, _ = q.shape
+    if not isinstance(global_tokens, Tensor):
+        smallest = index(global_tokens)
+        bound = min(smallest, length)
+        counts = torch.full((batch,), bound, dtype=torch.int64, device=q.device)
+    else:
+        dtype = global_tokens.dtype
+        is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+        if global_tokens.shape != (batch,) or not is_integer:
+            raise ValueError(
+                f"global_tokens must be a number or an integer tensor of shape (B,) = ({batch},), "
+                f"got {dtype} of {tuple(global_tokens.shape)}"
+            )
+        smallest = 0
+        bound = length
+        if batch and not is_traced_or_transformed(global_tokens, q, k, v):
+            smallest, largest = torch.stack(global_tokens.aminmax()).tolist()
+            bound = min(largest, length)
+        counts = global_tokens.to(q.device, torch.int64).clamp(0, length)
+    if smallest < 0:
+        raise ValueError(f"global_tokens must be at least 0, got {smallest}")
+    if bound == 0:
+        return None, 0
+    return counts, bound
+
+
+def select_global_tokens(setting: int | str | None, first_lengths: Tensor | None) -> int | Tensor | None:
+    """Return the number of global tokens that the option global_tokens selects.
+
+    A number and None stay as they are. "first_segment" selects at most MAX_FIRST_SEGMENT tokens of each first segment,
+    (B,), and raises ValueError if their lengths are None.
+    """
+    if not isinstance(setting, str):
+        return setting
+    if first_lengths is None:
+        raise ValueError(
+            f"global_tokens={setting} needs the lengths of the first segments: pass Context(first_lengths=...), as the "
+            "encoder does"
+        )
+    return first_lengths.clamp(max=MAX_FIRST_SEGMENT)
 
 
 def fresh_result(x: Tensor) -> Tensor:

@@ -85,7 +85,9 @@ class Spec:
     block_size: int = 1
     dropout: float = 0.0  # probability of dropping a softmax weight inside a block
     matched: bool = False  # the backend computes α and β by moment matching, while it reads q and k in any case
-    max_global: int = 0  # an upper bound of the global tokens of a sequence, at most N; only for the joint form
+    max_global: int = (
+        0  # an upper bound of the global tokens of a sequence, at most N; only for the joint form and Diag
+    )
 
 
 class Inputs(NamedTuple):

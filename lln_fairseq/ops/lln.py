@@ -15,8 +15,6 @@ NaN and padding: NaN and infinity never spread from one head to another. Values 
 other tokens (formula.py).
 """
 
-from operator import index
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -28,6 +26,7 @@ from lln_fairseq.ops.dispatch import (
     check_block_size,
     check_inputs,
     choose_backend,
+    count_global_tokens,
     is_traced_or_transformed,
     scalar_per_head,
 )
@@ -158,7 +157,7 @@ def lln_diag_attention(
     counts = None
     max_global = 0
     if global_tokens is not None:
-        counts, max_global = _count_global_tokens(global_tokens, q, k, v)
+        counts, max_global = count_global_tokens(global_tokens, q, k, v)
     tensors = Inputs(q, k, v, offset=offset, padding=key_padding_mask, global_counts=counts)
     spec = Spec(JOINT, block_size, dropout_p, max_global=max_global)
     return _match_and_attend(spec, tensors, alpha, beta, backend, scope, constants, None)
@@ -230,36 +229,3 @@ def _match_and_attend(
             )
             tensors = tensors._replace(alpha=matched_alpha, beta=matched_beta)
     return attend(spec, tensors, backend, exchange)
-
-
-def _count_global_tokens(global_tokens: int | Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor | None, int]:
-    """Return the number of global tokens of every sequence, int64 (B,), and an upper bound of these numbers.
-
-    A number above N counts as N, and (None, 0) means that no token is global. The values of a tensor that is traced or
-    transformed cannot be read: they are not checked, and the upper bound is N. Raises ValueError if a number is
-    negative or if a tensor is not an integer tensor (B,), and TypeError for something else.
-    """
-    batch, _, length, _ = q.shape
-    if not isinstance(global_tokens, Tensor):
-        smallest = index(global_tokens)
-        bound = min(smallest, length)
-        counts = torch.full((batch,), bound, dtype=torch.int64, device=q.device)
-    else:
-        dtype = global_tokens.dtype
-        is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-        if global_tokens.shape != (batch,) or not is_integer:
-            raise ValueError(
-                f"global_tokens must be a number or an integer tensor of shape (B,) = ({batch},), "
-                f"got {dtype} of {tuple(global_tokens.shape)}"
-            )
-        smallest = 0
-        bound = length
-        if batch and not is_traced_or_transformed(global_tokens, q, k, v):
-            smallest, largest = torch.stack(global_tokens.aminmax()).tolist()
-            bound = min(largest, length)
-        counts = global_tokens.to(q.device, torch.int64).clamp(0, length)
-    if smallest < 0:
-        raise ValueError(f"global_tokens must be at least 0, got {smallest}")
-    if bound == 0:
-        return None, 0
-    return counts, bound

@@ -64,14 +64,20 @@ def softmax_matrix(q: Tensor, k: Tensor, padding: Tensor | None = None, allowed:
     return _softmax_over_keys(q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5, padding, allowed)
 
 
-def block_diag_matrix(q: Tensor, k: Tensor, block_size: int, padding: Tensor | None = None) -> Tensor:
+def block_diag_matrix(
+    q: Tensor,
+    k: Tensor,
+    block_size: int,
+    padding: Tensor | None = None,
+    global_tokens: int | Tensor | None = None,
+) -> Tensor:
     """Return the matrix of softmax attention inside blocks of `block_size` tokens (paper, section 4.2).
 
-    Entries whose query and key lie in different blocks are 0. The last block may be shorter.
+    Entries whose query and key lie in different blocks are 0, unless one of them is a global token. The last block may
+    be shorter.
     """
-    block = torch.arange(q.shape[-2], device=q.device) // block_size
-    scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
-    return _softmax_over_keys(scores, padding, block[:, None] == block[None, :])
+    inside, is_global = _inside(q, block_size, global_tokens)
+    return softmax_matrix(q, k, padding, inside | is_global.mT)
 
 
 def lln_diag_matrix(
@@ -109,11 +115,7 @@ def joint_matrix(
             None for no global tokens.
     """
     lln = lln_matrix(q, k, alpha, beta, padding)
-    token = torch.arange(q.shape[-2], device=q.device)
-    block = token // block_size
-    number = torch.as_tensor(0 if global_tokens is None else global_tokens, device=q.device)
-    is_global = token < number.reshape(-1, 1, 1, 1)  # (B or 1, 1, 1, N)
-    inside = (block[:, None] == block[None, :]) | is_global
+    inside, is_global = _inside(q, block_size, global_tokens)
     exact = softmax_matrix(q, k, padding, inside)
     outside = lln.masked_fill(inside, 0.0)
     mass = outside.sum(dim=-1, keepdim=True)
@@ -121,6 +123,15 @@ def joint_matrix(
     without_key = exact.sum(dim=-1, keepdim=True) == 0
     matrix = torch.where(without_key, lln, (1 - weight * mass) * exact + weight * outside)
     return torch.where(is_global.mT, softmax_matrix(q, k, padding), matrix)
+
+
+def _inside(q: Tensor, block_size: int, global_tokens: int | Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return which keys count as inside a query's block, (B or 1, 1, N, N), and which are global, (B or 1, 1, 1, N)."""
+    token = torch.arange(q.shape[-2], device=q.device)
+    block = token // block_size
+    number = torch.as_tensor(0 if global_tokens is None else global_tokens, device=q.device)
+    is_global = token < number.reshape(-1, 1, 1, 1)
+    return (block[:, None] == block[None, :]) | is_global, is_global
 
 
 def kernel_matrix(phi_q: Tensor, phi_k: Tensor, padding: Tensor | None = None) -> Tensor:

@@ -23,7 +23,6 @@ from transformers import (
 
 from lln_fairseq.__main__ import main
 from lln_fairseq.attention.context import first_segment_lengths
-from lln_fairseq.attention.lln_diag import MAX_GLOBAL_TOKENS
 from lln_fairseq.conversion import directory
 from lln_fairseq.conversion import export as export_program
 from lln_fairseq.conversion import modeling_lln_roberta as modeling
@@ -34,6 +33,7 @@ from lln_fairseq.conversion.to_hugging_face import convert_to_hugging_face
 from lln_fairseq.conversion.write_tokenizer import convert_tokenizer, is_approximate
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
+from lln_fairseq.ops.dispatch import MAX_FIRST_SEGMENT
 from lln_fairseq.text.text_ids import TextIds
 from lln_fairseq.text.tokenizers import SentencePieceTokenizer, make_tokenizer, train_sentencepiece
 from lln_fairseq.text.vocabulary import load_vocabulary, new_vocabulary
@@ -245,7 +245,7 @@ def test_first_segments_are_limited_as_in_the_encoder():
     assert mask.shape == (2, 2, 200)
     assert mask[:, 0].all()
     assert torch.equal(mask[:, 1].sum(dim=1), first_segment_lengths(tokens, 2))
-    assert modeling.MAX_GLOBAL_TOKENS == MAX_GLOBAL_TOKENS
+    assert modeling.MAX_GLOBAL_TOKENS == MAX_FIRST_SEGMENT
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])

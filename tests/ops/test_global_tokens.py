@@ -8,6 +8,7 @@ import torch
 
 from lln_fairseq.ops import reference
 from lln_fairseq.ops.backends import load_backend
+from lln_fairseq.ops.block_diag import block_diag_attention
 from lln_fairseq.ops.formula import JOINT, Spec
 from lln_fairseq.ops.lln import lln_diag_attention
 from tests.helpers import FLOAT32_FORWARD, poison_empty, random_qkv, relative_rms
@@ -174,3 +175,41 @@ def test_bad_argument_is_rejected_in_one_line(change, message):
     with pytest.raises(ValueError, match=message) as error:
         lln_diag_attention(q, k, v, 1.0, 1.0, **arguments)
     assert "\n" not in str(error.value)
+
+
+@every_number
+@pytest.mark.parametrize("mask_of", MASKS.values(), ids=list(MASKS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernels", "torch"])
+def test_block_diagonal_equals_the_oracle(dtype, mask_of, number, monkeypatch):
+    mask = mask_of(3, 97)
+    tensors = inputs("average", 3, 2, 97, 32)[:3]
+
+    def definition(q, k, v):
+        return reference.block_diag_matrix(q, k, BLOCK, mask, number) @ v
+
+    def attention(q, k, v):
+        return block_diag_attention(q, k, v, mask, BLOCK, global_tokens=number)
+
+    expected = output_and_gradients(without_padding(definition, mask), tensors, torch.float64)
+    clear_rounding(expected)
+    poison_empty(monkeypatch)
+    if mask is not None:
+        tensors = [x.masked_fill(mask[:, None, :, None], torch.nan) for x in tensors]
+
+    assert_float32_accuracy(output_and_gradients(without_padding(attention, mask), tensors, dtype), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernels", "torch"])
+def test_block_diagonal_with_dropout_has_gradients_of_what_it_drops(dtype):
+    q, k, v = random_qkv(length=97, dtype=dtype)
+    ones = torch.ones_like(v).requires_grad_()
+    torch.manual_seed(3)
+
+    out = block_diag_attention(q, k, ones, block_size=BLOCK, dropout_p=0.5, global_tokens=5)
+    out.sum().backward()
+
+    # Without the rows of the global queries: with values 1, an output is the sum of its kept weights.
+    kept = out[:, :, 5:, 0]
+    assert 0.8 < kept.mean() < 1.2
+    assert kept.std() > 0.05
+    torch.testing.assert_close(ones.grad.sum(), out.sum(), rtol=1e-4, atol=0)

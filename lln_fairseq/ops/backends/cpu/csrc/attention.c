@@ -8,6 +8,7 @@
 
 #include "problem.h"
 #include "lln.h"
+#include "block_keys.h"
 #include "block_diag.h"
 #include "joint.h"
 #include "moments.h"
@@ -43,6 +44,7 @@ static void head_forward(const problem *p, int64_t head, scratch c) {
    queries_backward has already stored the LLN part of the gradient of q. */
 static void head_keys_backward(const problem *p, int64_t head, scratch c) {
     if (p->lln_weight) transpose(D, D, c.grad_state, c.state_T);
+    clear_global_gradients(p, c);
     double grad_beta = 0;
     for (int64_t start = 0; start < p->tokens; start += p->tile_size) {
         const span s = tile_at(p, head, start);
@@ -60,10 +62,11 @@ static void head_keys_backward(const problem *p, int64_t head, scratch c) {
             memset(grad_v, 0, s.rows * D * sizeof(float));
             store_tile(&p->grad_q, s, grad_q);
         }
-        if (p->diag_weight) block_backward(p, s, c, k, v, grad_k, grad_v);
+        if (p->diag_weight) block_backward(p, s, c, grad_k, grad_v);
         store_tile(&p->grad_k, s, grad_k);
         store_tile(&p->grad_v, s, grad_v);
     }
+    add_global_gradients(p, head, c);
     if (p->grad_beta) p->grad_beta[head] = grad_beta;
 }
 

@@ -42,50 +42,57 @@ static float scaled_diag_weight(const problem *p) {
 
 /* Add the block-diagonal part of the output of a tile to `out`: diag_weight * P v, with P the softmax after dropout. */
 static void block_forward(const problem *p, span s, scratch c, const float *q, float *out) {
-    const float *valid = valid_tokens(p, s, c);
-    const float *k = load_keys(&p->k, s, valid, c.k);
-    const float *v = load_keys(&p->v, s, valid, c.v);
+    const key_span keys = keys_of_block(p, s, c);
+    const float *k = load_block_keys(&p->k, keys, c.k);
+    const float *v = load_block_keys(&p->v, keys, c.v);
+    const int64_t m = keys.rows;
     float *probs = c.probs;
     float *dropout = c.dropout;
-    block_softmax(s.rows, s.rows, q, k, valid, c.transposed, probs);
+    block_softmax(s.rows, m, q, k, keys.valid, c.transposed, probs);
     if (p->keep_threshold) {
-        draw_dropout(p, s, s.rows, dropout);
-        for (int64_t i = 0; i < s.rows * s.rows; i++) probs[i] *= dropout[i];
+        draw_dropout(p, s, m, dropout);
+        for (int64_t i = 0; i < s.rows * m; i++) probs[i] *= dropout[i];
     }
-    multiply(1, s.rows, D, s.rows, probs, s.rows, 1, v, scaled_diag_weight(p), out, PREFETCH(s, &p->k, &p->v));
+    multiply(1, s.rows, D, m, probs, m, 1, v, scaled_diag_weight(p), out, PREFETCH(s, &p->k, &p->v));
 }
 
-/* Add the block-diagonal part to the gradients of a block. The gradients of k and v are in the tiles grad_k and grad_v,
-   the gradient of q is in the tensor. With the probabilities P and the gradient dscores of q k':
+/* Add the block-diagonal part to the gradients of a block. The gradients of k and v of the block's own tokens are in the
+   tiles grad_k and grad_v, the gradient of q is in the tensor, and those of the global keys are in c.global_grad_k and
+   c.global_grad_v. With the probabilities P and the gradient dscores of q k':
 
      dv += P' do        dq += dscores k        dk += dscores' q */
-static void block_backward(const problem *p, span s, scratch c, const float *k, const float *v, float *grad_k,
-                           float *grad_v) {
-    const float *valid = valid_tokens(p, s, c);
-    const float *q = load_queries(&p->q, s, valid, c.q);
+static void block_backward(const problem *p, span s, scratch c, float *grad_k, float *grad_v) {
+    const key_span keys = keys_of_block(p, s, c);
+    const float *k = load_block_keys(&p->k, keys, c.k);
+    const float *v = load_block_keys(&p->v, keys, c.v);
+    const float *q = load_queries(&p->q, s, keys.valid, c.q);
     const float *grad_out = load_tile(&p->out, s, NULL, 0, c.grad_out);
     float *grad_q = load_tile(&p->grad_q, s, NULL, 0, c.grad_q);
     const int64_t n = s.rows;
+    const int64_t g = keys.global.rows;
+    const int64_t m = keys.rows;
     const float weight = scaled_diag_weight(p);
     const float scale = weight / sqrtf(D);
     float *probs = c.probs;
     float *grad_probs = c.grad_probs;
     float *dropout = c.dropout;
     float *dropped_probs = probs;
-    block_softmax(s.rows, s.rows, q, k, valid, c.transposed, probs);
-    transpose(n, D, v, c.transposed);
-    multiply(0, n, n, D, grad_out, D, 1, c.transposed, 1, grad_probs, PREFETCH(s, &p->q, &p->out));
+    block_softmax(n, m, q, k, keys.valid, c.transposed, probs);
+    transpose(m, D, v, c.transposed);
+    multiply(0, n, m, D, grad_out, D, 1, c.transposed, 1, grad_probs, PREFETCH(s, &p->q, &p->out));
     if (p->keep_threshold) {
-        draw_dropout(p, s, s.rows, dropout);
+        draw_dropout(p, s, m, dropout);
         dropped_probs = dropout;
-        for (int64_t i = 0; i < n * n; i++) {
+        for (int64_t i = 0; i < n * m; i++) {
             grad_probs[i] *= dropout[i];
             dropped_probs[i] *= probs[i];
         }
     }
-    multiply(1, n, D, n, dropped_probs, 1, n, grad_out, weight, grad_v, PREFETCH(s, &p->grad_q));
-    for (int64_t i = 0; i < n; i++) softmax_backward(n, probs + i * n, grad_probs + i * n);
-    multiply(1, n, D, n, grad_probs, n, 1, k, scale, grad_q, NULL);
-    multiply(1, n, D, n, grad_probs, 1, n, q, scale, grad_k, NULL);
+    multiply(1, n, D, n, dropped_probs, 1, m, grad_out, weight, grad_v, PREFETCH(s, &p->grad_q));
+    if (g) multiply(1, g, D, n, dropped_probs + n, 1, m, grad_out, weight, c.global_grad_v, NULL);
+    for (int64_t i = 0; i < n; i++) softmax_backward(m, probs + i * m, grad_probs + i * m);
+    multiply(1, n, D, m, grad_probs, m, 1, k, scale, grad_q, NULL);
+    multiply(1, n, D, n, grad_probs, 1, m, q, scale, grad_k, NULL);
+    if (g) multiply(1, g, D, n, grad_probs + n, 1, m, q, scale, c.global_grad_k, NULL);
     store_tile(&p->grad_q, s, grad_q);
 }
