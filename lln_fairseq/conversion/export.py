@@ -4,9 +4,9 @@
 
 A pre-trained model becomes a masked language model, a fine-tuned model a sequence classifier, and a converted encoder
 without a language-model head an encoder for `SentenceTransformer(OUT)`. With softmax attention the result is a stock
-RoBERTa. The attentions lln and lln_diag, rotary positions and layer norms before the blocks come with their own code,
-which you load with `AutoModel.from_pretrained(OUT, trust_remote_code=True)`. --onnx adds model.onnx, and --int8 also
-model_quantized.onnx with 8-bit weights.
+RoBERTa. The attentions lln, lln_diag and block_diag, rotary positions and layer norms before the blocks come with their
+own code, which you load with `AutoModel.from_pretrained(OUT, trust_remote_code=True)`. --onnx adds model.onnx, and
+--int8 also model_quantized.onnx with 8-bit weights.
 """
 
 import argparse

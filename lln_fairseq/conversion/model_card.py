@@ -69,7 +69,7 @@ def model_card(
         lines.append(
             f" - model.onnx: for batches of at least one sequence, each of 1 to {longest} tokens with its padding"
         )
-    if config.get("attention") == "lln_diag" or (pooling is not None and pooling.mode == "cls"):
+    if config.get("attention") in ("lln_diag", "block_diag") or (pooling is not None and pooling.mode == "cls"):
         lines.append(" - padding: at the right only")
     if config.get("global_tokens") == FIRST_SEGMENT:
         lines.append(SEGMENTS)
@@ -92,9 +92,12 @@ def _describe_attention(config: Mapping[str, Any]) -> str:
             "Its attention is softmax. It needs code of its own for rotary positions or for its order of layer norms."
         )
     options = [f"{key} {config[key]}" for key in ATTENTION_OPTIONS if config.get(key) is not None]
+    name = f"Linear Log-Normal attention ({PAPER})"
+    if config["attention"] == "block_diag":
+        name = "softmax inside blocks of tokens"
     sentence = (
-        f"Its attention is `{config['attention']}`, Linear Log-Normal attention ({PAPER}), whose cost is linear in the "
-        f"length of the sequence: {', '.join(options)}."
+        f"Its attention is `{config['attention']}`, {name}, whose cost is linear in the length of the sequence: "
+        f"{', '.join(options)}."
     )
     if config.get("softmax_layers"):
         layers = ", ".join(str(layer) for layer in config["softmax_layers"])

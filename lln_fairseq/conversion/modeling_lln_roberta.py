@@ -23,6 +23,7 @@ from transformers.models.roberta_prelayernorm.modeling_roberta_prelayernorm impo
 
 from lln_fairseq.ops.formula import (
     AVERAGE,
+    DIAG,
     JOINT,
     LLN,
     Inputs,
@@ -37,6 +38,7 @@ from lln_fairseq.ops.formula import (
 from lln_fairseq.ops.rotary import rotary_factors, rotate
 
 try:
+    from lln_fairseq.ops.block_diag import block_diag_attention
     from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 
     HAS_KERNELS = True
@@ -51,11 +53,12 @@ class LLNRobertaConfig(RobertaConfig):
     """The options of RoBERTa and of Linear Log-Normal attention.
 
     Args:
-        attention: "lln", "lln_diag" or "softmax".
+        attention: "lln", "lln_diag", "block_diag" or "softmax".
         mix: the formula that combines LLN with block-diagonal softmax in lln_diag: "average" or "joint_offset".
-        block_size: tokens of a block of lln_diag; None means the features of a head.
-        global_tokens: the first tokens that attend to all tokens by softmax, and that all tokens attend to, with the
-            mix "joint_offset": "none", "first_segment" (of a pair, at most MAX_GLOBAL_TOKENS), or their number as text.
+        block_size: tokens of a block of lln_diag and block_diag; None means the features of a head.
+        global_tokens: the first tokens that attend to all tokens by softmax, and that all tokens attend to, with
+            block_diag or the mix "joint_offset": "none", "first_segment" (of a pair, at most MAX_GLOBAL_TOKENS), or
+            their number as text.
         alpha: fixed factor of the queries; None matches it to softmax's variance.
         beta: fixed factor of the keys; moment matching is used unless both alpha and beta are given.
         scope: "head" measures the standard deviations in each sequence and head, "batch" over the whole batch.
@@ -109,7 +112,7 @@ class LLNRobertaConfig(RobertaConfig):
 
 
 class LLNSelfAttention(RobertaSelfAttention):
-    """RoBERTa's self-attention module with LLN, LLN+Diag or PyTorch's fused softmax between the projections.
+    """RoBERTa's self-attention module with LLN, LLN+Diag, blocks or PyTorch's fused softmax between the projections.
 
     Each parameter below exists only if the options in `config` use it.
 
@@ -207,6 +210,12 @@ class LLNSelfAttention(RobertaSelfAttention):
         """Compute `attend` with the operations of lln_fairseq."""
         config = self.config
         options: dict[str, Any] = {"key_padding_mask": padded}
+        if config.global_tokens == FIRST_SEGMENT:
+            options["global_tokens"] = global_tokens
+        elif global_tokens is not None:
+            options["global_tokens"] = self.largest_prefix()  # a number, so that the GPU is not waited for
+        if config.attention == "block_diag":
+            return block_diag_attention(q, k, v, block_size=config.block_size, dropout_p=dropout, **options)
         if config.gain == "learned":
             options["alpha"], options["beta"] = self.alpha_beta(q, k, padded)
         else:  # the kernels compute both while they read q and k
@@ -218,24 +227,24 @@ class LLNSelfAttention(RobertaSelfAttention):
             return lln_attention(q, k, v, **options)
         if self.is_joint:
             options["mix_parameter"] = self.offset
-        if config.global_tokens == FIRST_SEGMENT:
-            options["global_tokens"] = global_tokens
-        elif global_tokens is not None:
-            options["global_tokens"] = self.largest_prefix()  # a number, so that the GPU is not waited for
         return lln_diag_attention(q, k, v, block_size=config.block_size, dropout_p=dropout, mix=config.mix, **options)
 
     def attend_without_kernels(
         self, q: Tensor, k: Tensor, v: Tensor, padded: Tensor | None, dropout: float, global_tokens: Tensor | None
     ) -> Tensor:
         """Compute `attend` with formula.py."""
-        alpha, beta = self.alpha_beta(q, k, padded)
-        form = LLN
+        form = DIAG
+        alpha = None
+        beta = None
         offset = None
-        if self.is_joint:
-            form = JOINT
-            offset = self.offset.expand_as(alpha)
-        elif self.config.attention == "lln_diag":
-            form = AVERAGE
+        if self.config.attention != "block_diag":
+            alpha, beta = self.alpha_beta(q, k, padded)
+            form = LLN
+            if self.is_joint:
+                form = JOINT
+                offset = self.offset.expand_as(alpha)
+            elif self.config.attention == "lln_diag":
+                form = AVERAGE
         max_global = 0
         if global_tokens is not None:
             max_global = self.largest_prefix()

@@ -1,8 +1,8 @@
 """Convert a model of this project to a Hugging Face configuration and tensors.
 
 A model with softmax attention becomes a stock RoBERTa, unless it has rotary positions or other places of layer norms.
-Such models, LLN and LLN+Diag need code that is shipped with the exported model: modeling_lln_roberta.py, ops/formula.py
-and ops/rotary.py.
+Such models, LLN, LLN+Diag and blocks need code that is shipped with the exported model: modeling_lln_roberta.py,
+ops/formula.py and ops/rotary.py.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ from lln_fairseq.text.special_symbols import BOS, EOS, PAD
 
 MODELING = "modeling_lln_roberta"
 # The attentions and the values of their options that the modeling file implements.
-MODELING_ATTENTIONS = ("lln", "lln_diag")
+MODELING_ATTENTIONS = ("lln", "lln_diag", "block_diag")
 MODELING_OPTIONS = {
     "mix": ("average", "joint_offset"),
     "constants": ("calibrated", "paper"),
@@ -206,14 +206,14 @@ def _code_config(attention: str) -> dict[str, Any]:
 
 
 def _attention_config(attention: str, options: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
-    """Return the options of LLN or LLN+Diag, and the calibration table unless the constants are the paper's.
+    """Return the options of the attention, and the calibration table if its constants are calibrated.
 
     The result is empty for softmax.
     """
     if attention == STOCK_ATTENTION:
         return {}
     config = dict(options)
-    if config["constants"] != "paper":
+    if config.get("constants") == "calibrated":
         config["moment_table"] = [numbers.tolist() for numbers in calibration_table(head_dim)]
     return config
 

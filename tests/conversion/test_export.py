@@ -165,6 +165,8 @@ LLN_MODELS = {
     "lln_diag gain": ("--lln-diag-gain", "learned"),
     "lln_diag global": (*GLOBAL, "--lln-diag-global-tokens", "11"),
     "lln_diag long global": (*GLOBAL, "--lln-diag-global-tokens", "200"),
+    "block_diag": ("--block-diag-block-size", 8),
+    "block_diag global": ("--block-diag-block-size", 8, "--block-diag-global-tokens", "11"),
     "lln rotary": ("--rotary", "--rotary-base", 500),
     "softmax rotary": ("--rotary", "--rotary-base", 500),
     "softmax pre-norm": PRE_NORM,
@@ -182,6 +184,7 @@ LLN_MODELS = {
         "lln_diag joint_offset",
         "lln_diag softmax",
         "lln_diag global",
+        "block_diag global",
         "softmax rotary",
         "softmax pre-norm",
         "lln_diag rotary pre-norm",
@@ -536,7 +539,7 @@ def test_added_tokens_and_prefix_space_are_exported(kind, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--attention", "performer"), "performer cannot be exported: choose from softmax, lln, lln_diag"),
+        (("--attention", "performer"), "performer cannot be exported: choose from softmax, lln, lln_diag, block_diag"),
         (("--attention", "softmax", "--activation-fn", "relu"), "activation_fn=relu cannot be exported"),
         (("--attention", "lln", "--pooling", "mean"), "pooling=mean cannot be exported"),
     ],

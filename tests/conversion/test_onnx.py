@@ -26,6 +26,7 @@ from tests.fairseq_runs import CLASSIFICATION, LLN, make_classification, train
 ENCODER_OUTPUTS = ("token_embeddings", "sentence_embedding", "last_hidden_state")
 ONE_LAYER = ("--encoder-layers", 1)  # the exporter takes seconds for each layer
 BLOCKS = ("--lln-diag-block-size", 8)
+DIAG = ("--block-diag-block-size", 8)
 JOINT = (*BLOCKS, "--lln-diag-mix", "joint_offset")
 MODELS = {
     "softmax": ("--encoder-layers", 2),
@@ -35,6 +36,7 @@ MODELS = {
     "lln softmax": ("--encoder-layers", 2, "--softmax-layers", "0"),
     "lln_diag global": (*JOINT, "--lln-diag-global-tokens", "11"),
     "lln_diag segment": (*JOINT, "--lln-diag-global-tokens", "first_segment", "--max-positions", 300),
+    "block_diag segment": (*DIAG, "--block-diag-global-tokens", "first_segment", "--max-positions", 300),
     "softmax rotary pre-norm": ("--rotary", "--encoder-normalize-before", "--encoder-layers", 2),
     "lln_diag rotary pre-norm": (*JOINT, "--rotary", "--encoder-normalize-before"),
     "lln_diag batch": (*BLOCKS, "--lln-diag-scope", "batch"),
