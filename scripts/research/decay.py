@@ -1,0 +1,181 @@
+"""Measure attention that decays with the distance of two tokens: pre-train on characters, and recall values by keys.
+
+    python -m scripts.research.decay characters runs/decay corpus=characters model=tiny --seeds 1 2 3
+    python -m scripts.research.decay recall runs/recall --attentions decay:weights=lln --tasks 128x8 --rates 1e-3
+
+The attention `decay` has the matrix P_ij = w_ij λ^|i-j| / Σ_l w_il λ^|i-l|, in which every head learns its own
+λ = exp(-1 / τ). Its option `weights` chooses w, see WEIGHTS. It computes all N² weights, because it is made to be
+measured: it is registered by this program only, and the package does not have it.
+
+`characters` trains a model for each choice of weights and each seed, in OUT/WEIGHTS/seedN, and prints the validation
+losses in bits and the τ that the heads have learned. Other words are Hydra overrides. `recall` takes the arguments of
+scripts.research.recall, and `train` those of lln_fairseq train. Run an interrupted command again to continue it.
+"""
+
+import itertools
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lln_fairseq
+from lln_fairseq import __main__ as lln_program
+from lln_fairseq.analysis.events import read_curves
+from lln_fairseq.attention import ATTENTION_REGISTRY
+from lln_fairseq.attention.context import NO_CONTEXT, Context
+from lln_fairseq.attention.registry import Attention, option, register_attention
+from lln_fairseq.command import run_main
+from lln_fairseq.ops.formula import clear_padding
+from lln_fairseq.ops.moment_matching import match_moments
+from lln_fairseq.terminal import program_parser, text_table
+from scripts.research import recall
+from scripts.research.training import call_logged, train_words
+
+WEIGHTS = {
+    "lln": "Σ_d e^{α q_id} e^{β k_jd}, with α and β of moment matching",
+    "uniform": "1, so that attention does not depend on the content",
+    "softmax": "e^{q_i·k_j / √D}",
+    "blocks": "that of softmax within a block of BLOCK tokens, 0 elsewhere",
+    "lln_blocks": "the average of LLN with decay and of softmax in blocks without decay",
+    "lion_d": "φ(q_i)·φ(k_j) with φ(x) = (SiLU(x) + 1/2) / |SiLU(x) + 1/2|, which is LION-D of arXiv 2502.16249",
+}
+BLOCK = 32
+INITIAL_TAU = (1.5, 4.0, 16.0, 256.0)  # tokens, for four heads; other numbers of heads are interpolated
+TINY = 1e-37  # the smallest weight of LLN relative to the largest one, so that its logarithm is finite
+
+
+@dataclass
+class DecayConfig:
+    weights: str = option("lln", "the weight of a query and a key at distance 0", tuple(WEIGHTS))
+
+
+class DecayAttention(Attention):
+    """Attention whose weights are multiplied by λ^|i-j|. The output is 0 if all keys of a query are padding."""
+
+    def __init__(
+        self, config: DecayConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float = 0.0
+    ) -> None:
+        super().__init__(config, num_heads, head_dim, max_positions, dropout)
+        self.log_tau = nn.Parameter(initial_log_tau(num_heads))  # (H,)
+        if config.weights == "lion_d":
+            lion_lambda = torch.randn(num_heads).sigmoid()  # as in the published code of LION
+            self.log_tau = nn.Parameter((-1 / lion_lambda.log()).log())
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        q, k, v = clear_padding(q, k, v, context.padding)
+        return self.attention_matrix(q, k, context) @ v
+
+    def attention_matrix(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        """Return P (B, H, N, N), or (1, H, N, N) if it is the same for all sequences."""
+        index = torch.arange(q.shape[-2], device=q.device)
+        log_decay = -(index[:, None] - index).abs() * (-self.log_tau).exp()[:, None, None]
+        if self.config.weights == "lln_blocks":
+            lln = normalize(lln_log_weights(q, k, context.padding) + log_decay, context.padding)
+            return (lln + normalize(block_log_weights(q, k), context.padding)) / 2
+        return normalize(self._log_weights(q, k, context.padding) + log_decay, context.padding)
+
+    def _log_weights(self, q: Tensor, k: Tensor, padding: Tensor | None) -> Tensor:
+        """Return log w, which broadcasts to (B, H, N, N)."""
+        if self.config.weights == "lln":
+            return lln_log_weights(q, k, padding)
+        if self.config.weights == "softmax":
+            return q @ k.mT / math.sqrt(self.head_dim)
+        if self.config.weights == "blocks":
+            return block_log_weights(q, k)
+        if self.config.weights == "lion_d":
+            return (lion_features(q) @ lion_features(k).mT).log()
+        return q.new_zeros(1, 1, 1, 1)
+
+
+def initial_log_tau(num_heads: int) -> Tensor:
+    """Return log τ of the heads, (H,): evenly spaced between the points of INITIAL_TAU."""
+    log_tau = torch.tensor(INITIAL_TAU).log()
+    return F.interpolate(log_tau[None, None], num_heads, mode="linear", align_corners=True)[0, 0]
+
+
+def lln_log_weights(q: Tensor, k: Tensor, padding: Tensor | None) -> Tensor:
+    """Return log Σ_d e^{α q_id} e^{β k_jd}, (B, H, N, N), up to a number for each query, which cancels in P."""
+    alpha, beta = match_moments(q, k, padding)
+    y = beta[..., None, None] * k
+    key_max = y.amax(dim=-2, keepdim=True)
+    x = alpha[..., None, None] * q + key_max
+    x = x - x.amax(dim=-1, keepdim=True)
+    return (x.exp() @ (y - key_max).exp().mT).clamp_min(TINY).log()
+
+
+def block_log_weights(q: Tensor, k: Tensor) -> Tensor:
+    """Return the logits of softmax within blocks, and -inf elsewhere, (B, H, N, N)."""
+    block = torch.arange(q.shape[-2], device=q.device) // BLOCK
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    return scores.masked_fill(block[:, None] != block, float("-inf"))
+
+
+def lion_features(x: Tensor) -> Tensor:
+    return F.normalize(F.silu(x) + 0.5, dim=-1)
+
+
+def normalize(log_weights: Tensor, padding: Tensor | None) -> Tensor:
+    """Return the weights divided by their sums over the keys that are not padding; 0 for a query without such a key."""
+    if padding is None:
+        return log_weights.softmax(dim=-1)
+    log_weights = log_weights.masked_fill(padding[:, None, None], float("-inf"))
+    empty = (log_weights == float("-inf")).all(dim=-1, keepdim=True)
+    return log_weights.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
+
+
+def measure_characters(out: Path, weights: Sequence[str], seeds: Sequence[int], overrides: Sequence[str]) -> None:
+    """Finish all runs, and print a row for each."""
+    rows = [["weights", "seed", "updates: bits", "τ of the heads, by layer"]]
+    for seed, choice in itertools.product(seeds, weights):
+        directory = out / choice / f"seed{seed}"
+        settings = ["attention=softmax", "model.attention=decay", f"+model.decay_weights={choice}"]
+        words = train_words("pretrain", directory, [*settings, f"common.seed={seed}", *overrides])
+        words[0] = "scripts.research.decay"
+        call_logged(f"{choice}, seed {seed}", words, directory / "train.log")
+        curve = read_curves(directory / "tensorboard")["valid/loss"]
+        bits = [f"{step}: {value:.3f}" for step, value in zip(curve.steps, curve.values, strict=True)]
+        rows.append([choice, str(seed), ", ".join(bits), "; ".join(learned_tau(directory / "checkpoint_last.pt"))])
+    print(text_table(rows))
+
+
+def learned_tau(checkpoint: Path) -> list[str]:
+    """Return the τ of the heads in tokens, one text for each layer."""
+    lln_fairseq.register()  # before fairseq is imported: it configures the root logger
+    from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
+
+    state = load_checkpoint_lazily(str(checkpoint))["model"]
+    layers = []
+    for name, value in state.items():
+        if name.endswith("log_tau"):
+            layers.append(" ".join(f"{tau:.1f}" for tau in value.exp().tolist()))
+    return layers
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if "decay" not in ATTENTION_REGISTRY:
+        register_attention("decay", DecayConfig)(DecayAttention)
+    if arguments[:1] == ["train"]:
+        return lln_program.main(arguments)
+    if arguments[:1] == ["recall"]:
+        return recall.main(arguments[1:])
+    parser = program_parser("python -m scripts.research.decay", __doc__)
+    parser.add_argument("program", choices=["characters", "recall", "train"])
+    parser.add_argument("out", type=Path, metavar="OUT", help="directory of the runs")
+    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=["lln"], help="default: lln")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1], help="default: 1")
+    args, overrides = parser.parse_known_args(arguments)
+
+    def run() -> None:
+        measure_characters(args.out, args.weights, args.seeds, overrides)
+
+    return run_main(run, "\ninterrupted; run the same command again to continue")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Test attention with decay: its matrix beside independent formulas, padding, large inputs, and small runs."""
+
+import json
+
+import pytest
+import torch
+
+from lln_fairseq.attention import ATTENTION_REGISTRY, Context, build_attention
+from lln_fairseq.attention.registry import RegistryEntry
+from lln_fairseq.ops import reference
+from lln_fairseq.ops.moment_matching import match_moments
+from scripts.research import decay, recall
+from tests.fairseq_runs import make_corpus
+from tests.helpers import FLOAT32_FORWARD, random_padding, random_qkv, relative_rms
+
+LENGTH = 70  # not a multiple of the block
+LOG_TAU_WITHOUT_DECAY = 60.0
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    monkeypatch.setitem(ATTENTION_REGISTRY, "decay", RegistryEntry(decay.DecayAttention, decay.DecayConfig))
+
+
+def build(weights):
+    return build_attention("decay", num_heads=3, head_dim=32, max_positions=LENGTH, weights=weights)
+
+
+def matrix_without_decay(weights, q, k, padding):
+    """Return the matrix (B, H, N, N) from functions of the package, in float64."""
+    q = q.double()
+    k = k.double()
+    alpha, beta = match_moments(q, k, padding)
+    if weights in ("lln", "lln_blocks"):
+        return reference.lln_matrix(q, k, alpha, beta, padding)
+    if weights == "softmax":
+        return reference.softmax_matrix(q, k, padding)
+    if weights == "blocks":
+        return reference.block_diag_matrix(q, k, decay.BLOCK, padding)
+    if weights == "uniform":
+        return reference.softmax_matrix(0 * q, 0 * k, padding)
+    phi_q = q * q.sigmoid() + 0.5
+    phi_k = k * k.sigmoid() + 0.5
+    return reference.kernel_matrix(phi_q, phi_k / phi_k.norm(dim=-1, keepdim=True), padding)
+
+
+def decayed(matrix, tau):
+    """Multiply each entry by λ^|i-j|, and divide each row by its sum, unless it is 0."""
+    rate = (-1 / tau.double())[:, None, None].exp()
+    index = torch.arange(matrix.shape[-1])
+    weights = matrix * rate ** (index[:, None] - index).abs()
+    total = weights.sum(dim=-1, keepdim=True)
+    return weights / total.masked_fill(total == 0, 1.0)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("weights", decay.WEIGHTS)
+def test_output_has_the_definition(weights, padded):
+    q, k, v = random_qkv(length=LENGTH)
+    padding = random_padding(2, LENGTH, full_row=True) if padded else None
+    attention = build(weights)
+    attention.log_tau.data = torch.tensor([0.5, 2.0, 4.0])
+    expected = decayed(matrix_without_decay(weights, q, k, padding), attention.log_tau.detach().exp())
+    if weights == "lln_blocks":
+        expected = (expected + reference.block_diag_matrix(q.double(), k.double(), decay.BLOCK, padding)) / 2
+
+    out = attention(q, k, v, Context(padding))
+
+    assert relative_rms(out, expected @ v.double()) <= FLOAT32_FORWARD
+    if padded:
+        q[padding[:, None].expand(q.shape[:3])] = k[padding[:, None].expand(q.shape[:3])] = float("nan")
+        real = ~padding[:, None, :, None].expand(out.shape)
+        torch.testing.assert_close(attention(q, k, v, Context(padding))[real], out[real])
+
+
+@pytest.mark.parametrize("weights", ["lln", "softmax", "blocks", "uniform"])
+def test_without_decay_it_is_the_attention_of_the_package(weights):
+    q, k, _ = random_qkv(length=LENGTH)
+    attention = build(weights)
+    torch.nn.init.constant_(attention.log_tau, LOG_TAU_WITHOUT_DECAY)
+
+    expected = matrix_without_decay(weights, q, k, None)
+
+    assert relative_rms(attention.attention_matrix(q, k).expand(expected.shape), expected) <= FLOAT32_FORWARD
+
+
+@pytest.mark.parametrize("weights", decay.WEIGHTS)
+def test_rows_of_large_inputs_sum_to_one(weights):
+    q, k, v = random_qkv(length=LENGTH, scale=100.0)
+    attention = build(weights)
+
+    matrix = attention.attention_matrix(q.requires_grad_(), k)
+    (matrix @ v).sum().backward()
+
+    torch.testing.assert_close(matrix.sum(dim=-1), torch.ones(matrix.shape[:-1]))
+    assert attention.log_tau.grad.isfinite().all()
+    if weights != "uniform":
+        assert q.grad.isfinite().all()
+
+
+def test_four_heads_start_at_the_initial_tau():
+    torch.testing.assert_close(decay.initial_log_tau(4).exp(), torch.tensor(decay.INITIAL_TAU))
+    torch.testing.assert_close(decay.initial_log_tau(2).exp(), torch.tensor([1.5, 256.0]))
+
+
+def test_recall_accepts_the_attention(tmp_path, monkeypatch):
+    for name, value in {"VOCABULARY": 64, "FIRST_VALUE": 32, "MASK": 64, "HELD_OUT_ROWS": 100}.items():
+        monkeypatch.setattr(recall, name, value)
+    arguments = [str(tmp_path), "--attentions", "decay:weights=lln", "--tasks", "8x1", "--widths", "64"]
+
+    assert decay.main(["recall", *arguments, "--rows", "64", "--epochs", "1", "--rates", "0.01"]) == 0
+
+    (file,) = tmp_path.iterdir()
+    assert len(json.loads(file.read_text())["history"]) == 1
+
+
+@pytest.mark.exhaustive
+def test_characters_report_losses_and_tau(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    overrides = ["model=nano", "run=cpu", f"task.data={make_corpus(tmp_path / 'lm')}", "optimization.max_update=1"]
+
+    assert decay.main(["characters", str(tmp_path / "out"), *overrides, "--weights", "uniform"]) == 0
+
+    header, row = capsys.readouterr().out.splitlines()[-2:]
+    assert header.split()[:2] == ["weights", "seed"]
+    assert row.split()[:3] == ["uniform", "1", "1:"]
+    assert row.split()[-2:] == ["1.5;", "1.5"]  # the two layers of model=nano have one head each
