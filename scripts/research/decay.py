@@ -15,7 +15,8 @@ scripts.research.recall, and `train` those of lln_fairseq train. Run an interrup
 import itertools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -156,14 +157,23 @@ def learned_tau(checkpoint: Path) -> list[str]:
     return layers
 
 
+@contextmanager
+def registered_decay() -> Iterator[None]:
+    """Register the attention "decay" in the `with` block only, because other code lists the registry."""
+    register_attention("decay", DecayConfig)(DecayAttention)
+    try:
+        yield
+    finally:
+        del ATTENTION_REGISTRY["decay"]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if "decay" not in ATTENTION_REGISTRY:
-        register_attention("decay", DecayConfig)(DecayAttention)
-    if arguments[:1] == ["train"]:
-        return lln_program.main(arguments)
-    if arguments[:1] == ["recall"]:
-        return recall.main(arguments[1:])
+    with registered_decay():
+        if arguments[:1] == ["train"]:
+            return lln_program.main(arguments)
+        if arguments[:1] == ["recall"]:
+            return recall.main(arguments[1:])
     parser = program_parser("python -m scripts.research.decay", __doc__)
     parser.add_argument("program", choices=["characters", "recall", "train"])
     parser.add_argument("out", type=Path, metavar="OUT", help="directory of the runs")

@@ -5,8 +5,7 @@ import json
 import pytest
 import torch
 
-from lln_fairseq.attention import ATTENTION_REGISTRY, Context, build_attention
-from lln_fairseq.attention.registry import RegistryEntry
+from lln_fairseq.attention import ATTENTION_REGISTRY, Context
 from lln_fairseq.ops import reference
 from lln_fairseq.ops.moment_matching import match_moments
 from scripts.research import decay, recall
@@ -17,13 +16,9 @@ LENGTH = 70  # not a multiple of the block
 LOG_TAU_WITHOUT_DECAY = 60.0
 
 
-@pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    monkeypatch.setitem(ATTENTION_REGISTRY, "decay", RegistryEntry(decay.DecayAttention, decay.DecayConfig))
-
-
 def build(weights):
-    return build_attention("decay", num_heads=3, head_dim=32, max_positions=LENGTH, weights=weights)
+    config = decay.DecayConfig(weights)
+    return decay.DecayAttention(config, num_heads=3, head_dim=32, max_positions=LENGTH)
 
 
 def matrix_without_decay(weights, q, k, padding):
@@ -112,6 +107,7 @@ def test_recall_accepts_the_attention(tmp_path, monkeypatch):
 
     (file,) = tmp_path.iterdir()
     assert len(json.loads(file.read_text())["history"]) == 1
+    assert "decay" not in ATTENTION_REGISTRY
 
 
 @pytest.mark.exhaustive
