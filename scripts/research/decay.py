@@ -1,6 +1,6 @@
 """Measure attention that decays with the distance of two tokens: pre-train on characters, and recall values by keys.
 
-    python -m scripts.research.decay characters runs/decay corpus=characters model=tiny --seeds 1 2 3
+    python -m scripts.research.decay characters runs/decay corpus=characters model=tiny run=cpu --seeds 1 2 3
     python -m scripts.research.decay recall runs/recall --attentions decay:weights=lln --tasks 128x8 --rates 1e-3
 
 The attention `decay` has the matrix P_ij = w_ij λ^|i-j| / Σ_l w_il λ^|i-l|, in which every head learns its own
