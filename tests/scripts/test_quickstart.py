@@ -100,7 +100,7 @@ def test_quickstart_commands_parse(tmp_path, monkeypatch, capsys):
     assert quickstart.main(["--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")]) == 0
 
     pretraining = compose_config("pretrain", commands["pre-train"][4:])
-    assert (pretraining.model.attention, pretraining.optimization.max_update) == ("lln_diag", 300)
+    assert (pretraining.model.attention, pretraining.optimization.max_update) == ("lln_diag", 150)
     finetuning = compose_config("finetune", commands["fine-tune"][4:])
     assert (finetuning.model.attention, finetuning.model.encoder_embed_dim) == ("softmax", 384)
     parsed = []
