@@ -21,7 +21,7 @@ typedef struct {
     float *grad_alpha, *grad_beta;  /* (B H) or NULL */
     float *offset, *grad_offset;    /* (B H) or NULL, the offset of the joint form */
     float *exchanged;               /* (B H, D + 1, D): dS and g, for the exchange between the workers; or NULL */
-    const int64_t *global_tokens;   /* (B), the number of global tokens of every sequence, or NULL; see joint.h */
+    const int64_t *global_tokens;   /* (B), the number of global tokens of every sequence, or NULL; see block_keys.h */
     float *scratch;                 /* threads x scratch_floats(tile_size, max_global) */
     table calibration;              /* the table of moment matching; without points, alpha and beta are inputs */
     view q, k, v;
