@@ -31,10 +31,7 @@ def block_diag_attention(
     check_inputs(q, k, v, key_padding_mask)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
-    counts = None
-    max_global = 0
-    if global_tokens is not None:
-        counts, max_global = count_global_tokens(global_tokens, q, k, v)
+    counts, max_global = count_global_tokens(global_tokens, q, k, v)
     spec = Spec(DIAG, check_block_size(block_size, q.shape[-1]), dropout_p, max_global=max_global)
     tensors = Inputs(q, k, v, padding=key_padding_mask, global_counts=counts)
     return attend(spec, tensors, choose_backend("auto", spec, tensors))

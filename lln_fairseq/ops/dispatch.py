@@ -82,13 +82,17 @@ def scalar_per_head(x: float | Tensor, q: Tensor, name: str) -> Tensor:
         ) from None
 
 
-def count_global_tokens(global_tokens: int | Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor | None, int]:
+def count_global_tokens(
+    global_tokens: int | Tensor | None, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor | None, int]:
     """Return the number of global tokens of every sequence, int64 (B,), and an upper bound of these numbers.
 
-    A number above N counts as N, and (None, 0) means that no token is global. The values of a tensor that is traced or
-    transformed cannot be read: they are not checked, and the upper bound is N. Raises ValueError if a number is
+    A number above N counts as N. The result is (None, 0) if no token is global. The values of a tensor that is traced
+    or transformed cannot be read: they are not checked, and the upper bound is N. Raises ValueError if a number is
     negative or if a tensor is not an integer tensor (B,), and TypeError for something else.
     """
+    if global_tokens is None:
+        return None, 0
     batch, _, length, _ = q.shape
     if not isinstance(global_tokens, Tensor):
         smallest = index(global_tokens)
@@ -157,8 +161,8 @@ def choose_backend(backend: str, spec: Spec, inputs: Inputs) -> str:
 
     "auto" selects the kernels for the device of q, or "torch" if they cannot run. FORMULA replaces "torch" for inputs
     that are traced or transformed, and every backend for tensors without elements. Kernels can stay selected under
-    torch.compile, see operator.py. ValueError is raised if the backend
-    is unknown, or if it names kernels that cannot run on these inputs, for example because they are traced.
+    torch.compile, see operator.py. ValueError is raised if the backend is unknown, or if it names kernels that cannot
+    run on these inputs, for example because they are traced.
     """
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend '{backend}', choose from {', '.join(BACKENDS)}")

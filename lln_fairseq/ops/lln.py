@@ -154,10 +154,7 @@ def lln_diag_attention(
         # In one block this is softmax, and the offset, α and β, which have no influence, need no gradient here.
         _check_matching(alpha, beta, scope, constants)
         return block_diag_attention(q, k, v, key_padding_mask, block_size, dropout_p)
-    counts = None
-    max_global = 0
-    if global_tokens is not None:
-        counts, max_global = count_global_tokens(global_tokens, q, k, v)
+    counts, max_global = count_global_tokens(global_tokens, q, k, v)
     tensors = Inputs(q, k, v, offset=offset, padding=key_padding_mask, global_counts=counts)
     spec = Spec(JOINT, block_size, dropout_p, max_global=max_global)
     return _match_and_attend(spec, tensors, alpha, beta, backend, scope, constants, None)
