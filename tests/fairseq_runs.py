@@ -184,3 +184,18 @@ def read_log(text):
     """
     rows = [json.loads(row) for row in re.findall(r"\{\"epoch\": .*\}", text)]
     return {"train": [row for row in rows if "loss" in row], "valid": [row for row in rows if "valid_loss" in row]}
+
+
+def widen_attention(checkpoint):
+    """Replace the projections of queries, keys and values and the head of a classifier by larger random numbers.
+
+    The outputs of a model that was trained for a few updates hardly depend on its attention otherwise. The checkpoint
+    is written again. Return its content.
+    """
+    state = torch.load(checkpoint, weights_only=False)
+    generator = torch.Generator().manual_seed(4)
+    for name, value in state["model"].items():
+        if re.search(r"\.[qkv]_proj\.(weight|bias)|heads.*weight", name):
+            value.copy_(torch.randn(value.shape, generator=generator) * 0.5)
+    torch.save(state, checkpoint)
+    return state

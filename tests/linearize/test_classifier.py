@@ -28,6 +28,7 @@ from tests.fairseq_runs import (
     make_dictionary,
     sentences,
     train,
+    widen_attention,
     write_scores,
 )
 
@@ -58,12 +59,7 @@ def fine_tune(folder, data, *options):
     with pytest.MonkeyPatch.context() as monkeypatch:
         train(monkeypatch, folder / "log", data, folder / "run", *options)
     path = folder / "run" / "checkpoint_last.pt"
-    state = torch.load(path, weights_only=False)
-    generator = torch.Generator().manual_seed(4)
-    for name, value in state["model"].items():
-        if re.search(r"\.[qkv]_proj\.(weight|bias)|heads.*weight", name):
-            value.copy_(torch.randn(value.shape, generator=generator) * 0.5)
-    torch.save(state, path)
+    state = widen_attention(path)
     model, task = load_model(str(path), str(data))
     medians = compute_outputs(model, task, "train").logits.median(dim=0).values
     state["model"][f"{HEADS}sentence_classification_head.out_proj.bias"] -= medians  # predict every class

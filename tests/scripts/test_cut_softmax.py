@@ -1,7 +1,6 @@
 """Test the program that cuts softmax attention to the neighborhood of a token."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import torch
 from data_prep.glue_held_out import build_glue_held_out
 from scripts.research import cut_softmax
 from scripts.research.cut_softmax import Cuts, same_block, same_sentence, within_window
-from tests.fairseq_runs import CLASSIFICATION, LLN, train
+from tests.fairseq_runs import CLASSIFICATION, LLN, train, widen_attention
 from tests.text_runs import PAIR, write_raw_tasks, write_tokenizer
 
 
@@ -24,12 +23,7 @@ def classifier(tmp_path_factory):
     with pytest.MonkeyPatch.context() as monkeypatch:
         train(monkeypatch, folder / "log", data, folder / "run", *CLASSIFICATION, *options, "--max-update", 2)
     path = folder / "run" / "checkpoint_last.pt"
-    state = torch.load(path, weights_only=False)
-    generator = torch.Generator().manual_seed(4)
-    for name, value in state["model"].items():
-        if re.search(r"\.[qkv]_proj\.weight|heads.*weight", name):
-            value.copy_(torch.randn(value.shape, generator=generator) * 0.5)
-    torch.save(state, path)
+    widen_attention(path)
     return path, data
 
 
