@@ -48,6 +48,8 @@ class CutSoftmax(nn.Module):
 
 
 def same_block(size: int) -> Near:
+    """Return the rule for blocks of `size` tokens, which are counted from the start of the row, as in the kernels."""
+
     def near(tokens: Tensor) -> Tensor:
         block = torch.arange(tokens.shape[1]) // size
         return block[:, None] == block
@@ -56,6 +58,8 @@ def same_block(size: int) -> Near:
 
 
 def within_window(reach: int) -> Near:
+    """Return the rule for the token itself and `reach` tokens on each side of it."""
+
     def near(tokens: Tensor) -> Tensor:
         position = torch.arange(tokens.shape[1])
         return (position[:, None] - position).abs() <= reach
@@ -64,6 +68,8 @@ def within_window(reach: int) -> Near:
 
 
 def same_sentence(ends: Tensor) -> Near:
+    """Return the rule for sentences; `ends` has the ids of the tokens that end one."""
+
     def near(tokens: Tensor) -> Tensor:
         number = sentence_numbers(tokens, ends)
         return number[:, :, None] == number[:, None, :]
@@ -105,7 +111,10 @@ class Cuts:
         return allowed[:, None]
 
     def outputs(self, near: Near | None, softmax_layer: int | None = None) -> SplitOutputs:
-        """Compute the outputs with a cut in every layer but `softmax_layer`. None for `near` cuts nothing."""
+        """Compute the outputs with a cut in every layer but `softmax_layer`, which keeps its full softmax.
+
+        None for `near` cuts nothing. Afterwards, the model has its own attention again.
+        """
         logits = []
         targets = []
         for sample in self.samples:
@@ -124,7 +133,11 @@ class Cuts:
 
     @torch.no_grad()
     def attention_shares(self) -> list[list[float]]:
-        """Return for every layer the shares of attention in percent that the module's docstring describes."""
+        """Return for every layer what percentage of their attention the tokens of the second text give away on average.
+
+        Returns: for each layer, the percentages for the first text, the own sentence and other sentences, the mean over
+            these tokens and the heads.
+        """
         sums = torch.zeros(len(self.layers), 3)
         count = 0
         for sample in self.samples:
@@ -144,7 +157,7 @@ class Cuts:
 
 
 def compare(task: Any, outputs: SplitOutputs, original: SplitOutputs) -> dict[str, float]:
-    """Return the accuracy and the agreement, in percent, and the divergence in bits."""
+    """Return the accuracy, the percentage of rows with the original answer, and KL(original ‖ cut) in bits."""
     log_p = original.logits.log_softmax(dim=-1)
     log_q = outputs.logits.log_softmax(dim=-1)
     same = outputs.logits.argmax(dim=-1) == original.logits.argmax(dim=-1)
