@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from lln_fairseq.attention.layers import check_attention_spec
 from lln_fairseq.training.malloc import disable_malloc_trim
 
 MAX_SECONDS = 20.0  # a call whose repeats took longer in total is not repeated more than MIN_REPEATS times
@@ -52,6 +53,15 @@ def output_file(text: str) -> Path:
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"no such directory: {path.parent}")
     return path
+
+
+def attention_argument(text: str) -> str:
+    """Return the spec of a mechanism that can be built, as a `type` of argparse."""
+    try:
+        check_attention_spec(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def device_name(device: str) -> str:

@@ -1,13 +1,15 @@
 """Time loaded models in inference, compared with transformers and onnxruntime.
 
     python -m scripts.benchmarks.prediction --threads 1
+    python -m scripts.benchmarks.prediction --threads 1 --without onnxruntime --lengths 564 1024 2140 --first-text 16 \
+        --attentions softmax block_diag:block_size=128,global_tokens=first_segment
 
-The models get the token ids of a single sequence of each length. With --mixed, they also get many sequences of mixed
-lengths, which are padded in batches. The loaded models run in every precision that is faster than float32 on this
-processor, transformers with torch's fused softmax attention (sdpa) in float32 and bfloat16, and the exported models in
-onnxruntime in float32 and 8 bits, if it is installed. onnxruntime holds all attention weights of softmax, which takes
-more than 10 GB for 8,192 tokens: leave those models out with --without "onnxruntime, softmax" "onnxruntime, softmax, 8
-bits".
+The models get the token ids of a single sequence of each length, or of a pair with --first-text. With --mixed, they
+also get many sequences of mixed lengths, which are padded in batches. The loaded models run in every precision that is
+faster than float32 on this processor, transformers with torch's fused softmax attention (sdpa) in float32 and bfloat16,
+and the exported models in onnxruntime in float32 and 8 bits, if it is installed. Attentions that are not the default
+ones are only loaded. onnxruntime holds all attention weights of softmax, which takes more than 10 GB for 8,192 tokens:
+leave those models out with --without "onnxruntime, softmax" "onnxruntime, softmax, 8 bits".
 
 The models have random weights and two classes, and nothing is downloaded. Before anything is timed, the logits of the
 float32 models are compared with those of the loaded ones: a difference raises RuntimeError. All models are timed in
@@ -17,6 +19,7 @@ turn, repeat by repeat, so that a noisy machine slows all of them alike, and tim
 import argparse
 import functools
 import importlib.util
+import json
 import logging
 import random
 import statistics
@@ -31,6 +34,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 import lln_fairseq
+from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import run_main
 from lln_fairseq.models.presets import PRESETS
 from lln_fairseq.terminal import at_least_one, program_parser, progress_bar, text_table
@@ -38,7 +42,7 @@ from lln_fairseq.text.special_symbols import BOS, EOS, NUM_SPECIAL, PAD
 from lln_fairseq.text.tokenizers import SentencePieceTokenizer, train_sentencepiece
 from lln_fairseq.text.vocabulary import new_vocabulary
 from lln_fairseq.training.malloc import disable_malloc_trim
-from scripts.benchmarks.meter import cpu_instructions, device_name, interleaved
+from scripts.benchmarks.meter import attention_argument, cpu_instructions, device_name, interleaved, output_file
 
 SIZES = {**PRESETS, "minilm": (6, 384, 1536, 12)}  # minilm: the sizes of all-MiniLM-L6-v2
 SOFTMAX = "softmax"
@@ -48,7 +52,8 @@ SDPA_BFLOAT16 = f"{SDPA}, bfloat16"
 EIGHT_BITS = ", 8 bits"  # ends the names of quantized models
 LOW_PRECISIONS = ("bfloat16", "int8")  # of loaded models
 INEXACT = (EIGHT_BITS, *(f", {precision}" for precision in LOW_PRECISIONS))  # ends of the names of inexact models
-ONNX_MODELS = [f"onnxruntime, {attention}{bits}" for attention in (SOFTMAX, LINEAR) for bits in ("", EIGHT_BITS)]
+ONNX = "onnxruntime"
+ONNX_MODELS = [f"{ONNX}, {attention}{bits}" for attention in (SOFTMAX, LINEAR) for bits in ("", EIGHT_BITS)]
 NUM_WORDS = 2000  # different words in the sentences on which the tokenizer is trained
 NUM_PIECES = 1000  # vocabulary size of the tokenizer
 LABELS = ("0", "1")
@@ -89,8 +94,8 @@ def write_dictionary(directory: Path, text: str) -> None:
     (directory / "dict.txt").write_text(text, encoding="utf-8")
 
 
-def write_checkpoint(path: Path, data: Path, preset: str, attention: str, max_positions: int) -> None:
-    """Write a checkpoint of a classification model with random parameters."""
+def write_checkpoint(path: Path, data: Path, preset: str, spec: str, max_positions: int) -> None:
+    """Write a checkpoint of a classification model with an attention spec and random parameters."""
     from lln_fairseq.models.lln_roberta import SIZE_FIELDS, LLNRobertaModel
     from lln_fairseq.tasks.sentence_prediction import LLNSentencePredictionConfig, LLNSentencePredictionTask
 
@@ -104,7 +109,9 @@ def write_checkpoint(path: Path, data: Path, preset: str, attention: str, max_po
     }
     task = LLNSentencePredictionTask.setup_task(LLNSentencePredictionConfig(**options))
     sizes: dict[str, Any] = dict(zip(SIZE_FIELDS, SIZES[preset], strict=True))
+    attention, attention_options = parse_attention_spec(spec)
     sizes |= {"attention": attention, "max_positions": max_positions}
+    sizes |= {f"{attention}_{key}": value for key, value in attention_options.items()}
     torch.manual_seed(SEED)
     model = LLNRobertaModel.build_model(OmegaConf.create(sizes), task)
     model.register_classification_head(HEAD, num_classes=len(LABELS))
@@ -177,38 +184,46 @@ def onnx_logits(path: Path, threads: int) -> Logits:
 
 
 def build_logits(
-    preset: str, directory: Path, data: Path, max_positions: int, threads: int, without: list[str]
+    preset: str, directory: Path, data: Path, max_positions: int, args: argparse.Namespace
 ) -> dict[str, Logits]:
     """Write the checkpoints and the exported models to the directory, and return the models to time, by name.
 
-    The models of onnxruntime are not written if `without` names all of them.
+    The models of onnxruntime are not written if --without names all of them.
     """
     from lln_fairseq.conversion.export import export
 
     has_onnx = all(importlib.util.find_spec(name) for name in ("onnxruntime", "onnxscript"))
-    with_onnx = has_onnx and not set(ONNX_MODELS) <= set(without)
+    with_onnx = has_onnx and not all(name.startswith(tuple(args.without)) for name in ONNX_MODELS)
     models: dict[str, Logits] = {}
-    for attention in (SOFTMAX, LINEAR):
-        checkpoint = directory / f"{preset}_{attention}.pt"
-        exported = directory / f"{preset}_{attention}_hf"
+    for number, attention in enumerate(args.attentions):
+        checkpoint = directory / f"{preset}_{number}.pt"
         write_checkpoint(checkpoint, data, preset, attention, max_positions)
+        if attention not in (SOFTMAX, LINEAR):
+            models |= checkpoint_logits(checkpoint, data, attention)
+            continue
+        exported = directory / f"{preset}_{attention}_hf"
         export(checkpoint, exported, data, onnx=with_onnx, int8=with_onnx)
         if attention == SOFTMAX:
             models[SDPA] = transformers_logits(exported)
             models[SDPA_BFLOAT16] = transformers_logits(exported, torch.bfloat16)
         models |= checkpoint_logits(checkpoint, data, attention)
         if with_onnx:
-            name = f"onnxruntime, {attention}"
-            models[name] = onnx_logits(exported / "model.onnx", threads)
-            models[name + EIGHT_BITS] = onnx_logits(exported / "model_quantized.onnx", threads)
-    return models
+            name = f"{ONNX}, {attention}"
+            models[name] = onnx_logits(exported / "model.onnx", args.threads)
+            models[name + EIGHT_BITS] = onnx_logits(exported / "model_quantized.onnx", args.threads)
+    return {name: model for name, model in models.items() if not name.startswith(tuple(args.without))}
 
 
-def random_tokens(length: int) -> Tensor:
-    """Return a sequence of random token ids (length), always the same for a length."""
+def random_tokens(length: int, first_text: int | None = None) -> Tensor:
+    """Return random token ids (length), always the same for a length: a sequence, or a pair of texts.
+
+    The first text of a pair has `first_text` tokens, <s> and </s> included, which a second </s> follows.
+    """
     generator = torch.Generator().manual_seed(length)
     tokens = torch.randint(NUM_SPECIAL, NUM_PIECES, (length,), generator=generator)
     tokens[0] = BOS
+    if first_text is not None:
+        tokens[first_text - 1 : first_text + 1] = EOS
     tokens[-1] = EOS
     return tokens
 
@@ -216,12 +231,12 @@ def random_tokens(length: int) -> Tensor:
 def check_same_logits(models: dict[str, Logits], tokens: Tensor) -> None:
     """Raise RuntimeError if the logits of a model differ from those of the loaded checkpoint that it was exported from.
 
-    A model with LINEAR in its name is compared with models[LINEAR], any other model with models[SOFTMAX]. Differences
-    up to TOLERANCE are accepted, as a fraction of the largest logit, or of 1 if that is larger. Models in a lower
-    precision are not compared.
+    An exported model with LINEAR in its name is compared with models[LINEAR], any other with models[SOFTMAX].
+    Differences up to TOLERANCE are accepted, as a fraction of the largest logit, or of 1 if that is larger. Models in a
+    lower precision are not compared.
     """
     for name, model in models.items():
-        if name.endswith(INEXACT):
+        if not name.startswith((SDPA, ONNX)) or name.endswith(INEXACT):
             continue
         own = models[LINEAR if LINEAR in name else SOFTMAX](tokens)
         difference = (model(tokens) - own).abs().max().item()
@@ -229,27 +244,44 @@ def check_same_logits(models: dict[str, Logits], tokens: Tensor) -> None:
             raise RuntimeError(f"{name} and the loaded model differ by {difference:.1e} in logits")
 
 
-def lengths_table(models: dict[str, Logits], lengths: list[int], repeats: int) -> str:
-    """Time every model on a single sequence of each length, and return the results as a table.
+def time_lengths(
+    models: dict[str, Logits], lengths: list[int], first_text: int | None, repeats: int
+) -> dict[int, dict[str, list[float]]]:
+    """Return the times in ms of every model on a single sequence of each length, by the length and the model."""
+    times = {}
+    with progress_bar("timing", len(lengths), "length") as bar:
+        for length in lengths:
+            tokens = random_tokens(length, first_text)[None]
+            check_same_logits(models, tokens)
+            runs = {name: functools.partial(model, tokens) for name, model in models.items()}
+            times[length] = interleaved(runs, "cpu", repeats)
+            bar.update()
+    return times
+
+
+def lengths_table(times: dict[int, dict[str, list[float]]]) -> str:
+    """Return the times as a table.
 
     A cell has the median time in milliseconds and, in brackets, how many times as fast as SDPA the model is: the median
     of the quotients of times that were measured one after the other.
     """
-    rows = {name: [name] for name in models}
-    with progress_bar("timing", len(lengths), "length") as bar:
-        for length in lengths:
-            tokens = random_tokens(length)[None]
-            check_same_logits(models, tokens)
-            runs = {name: functools.partial(model, tokens) for name, model in models.items()}
-            times = interleaved(runs, "cpu", repeats)
-            for name, passed in times.items():
-                quotients = [softmax / own for softmax, own in zip(times[SDPA], passed, strict=False)]
-                median = statistics.median(passed)
-                digits = 1 if median < 100 else 0
-                rows[name].append(f"{median:.{digits}f} ({statistics.median(quotients):.2f})")
-            bar.update()
-    header = ["milliseconds (times as fast as sdpa)", *(f"{length} tokens" for length in lengths)]
+    rows: dict[str, list[str]] = {}
+    for of_length in times.values():
+        for name, passed in of_length.items():
+            quotients = [softmax / own for softmax, own in zip(of_length[SDPA], passed, strict=False)]
+            median = statistics.median(passed)
+            digits = 1 if median < 100 else 0
+            cell = f"{median:.{digits}f} ({statistics.median(quotients):.2f})"
+            rows.setdefault(name, [name]).append(cell)
+    header = ["milliseconds (times as fast as sdpa)", *(f"{length} tokens" for length in times)]
     return text_table([header, *rows.values()])
+
+
+def medians(times: dict[int, dict[str, list[float]]]) -> dict[int, dict[str, float]]:
+    rounded = {}
+    for length, of_length in times.items():
+        rounded[length] = {name: round(statistics.median(passed), 1) for name, passed in of_length.items()}
+    return rounded
 
 
 def mixed_lengths() -> list[int]:
@@ -301,11 +333,27 @@ def main(argv: list[str] | None = None) -> int:
         default=[16, 64, 128, 512, 2048],
         help="numbers of tokens of the single sequences (default: %(default)s)",
     )
+    parser.add_argument(
+        "--attentions",
+        nargs="+",
+        type=attention_argument,
+        default=[SOFTMAX, LINEAR],
+        metavar="NAME[:OPTION=VALUE,...]",
+        help=f"attentions of the loaded models, {SOFTMAX} among them (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--first-text", type=int, metavar="N", help="time pairs of texts, the first of which has N tokens"
+    )
     parser.add_argument("--repeats", type=at_least_one, default=9, help="of a single sequence (default: %(default)s)")
     parser.add_argument("--mixed", action="store_true", help="also time sequences of mixed lengths, for minutes")
     parser.add_argument("--threads", type=at_least_one, default=torch.get_num_threads())
-    parser.add_argument("--without", nargs="+", choices=ONNX_MODELS, default=[], help="leave these out")
+    parser.add_argument("--without", nargs="+", choices=[ONNX, *ONNX_MODELS], default=[], help="leave these out")
+    parser.add_argument("--json", type=output_file, help="write the medians of the single sequences to this file")
     args = parser.parse_args(argv)
+    if SOFTMAX not in args.attentions:
+        parser.error(f"--attentions needs {SOFTMAX}, with which the others are compared")
+    if args.first_text is not None and not 2 <= args.first_text <= min(args.lengths) - 2:
+        parser.error("--first-text must be at least 2, and leave room for a second text in the shortest of --lengths")
     return run_main(lambda: benchmark(args))
 
 
@@ -316,6 +364,8 @@ def benchmark(args: argparse.Namespace) -> None:
     disable_malloc_trim()
     torch.set_num_threads(args.threads)
     device = device_name("cuda" if torch.cuda.is_available() else "cpu")
+    heading = f"{device}, {cpu_instructions()}, torch {torch.__version__}"
+    content: dict[str, Any] = {"device": heading, "first_text": args.first_text, "milliseconds": {}}
     max_positions = max(MAX_POSITIONS, *args.lengths)
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
@@ -323,13 +373,16 @@ def benchmark(args: argparse.Namespace) -> None:
         data.mkdir()
         write_data(data)
         for preset in args.presets:
-            models = build_logits(preset, directory, data, max_positions, args.threads, args.without)
-            models = {name: model for name, model in models.items() if name not in args.without}
+            models = build_logits(preset, directory, data, max_positions, args)
             torch.set_num_threads(args.threads)
-            print(f"{preset}, {device}, {cpu_instructions()}, torch {torch.__version__}")
-            print(lengths_table(models, args.lengths, args.repeats), flush=True)
+            print(f"{preset}, {heading}")
+            times = time_lengths(models, args.lengths, args.first_text, args.repeats)
+            print(lengths_table(times), flush=True)
+            content["milliseconds"][preset] = medians(times)
             if args.mixed:
                 print(mixed_table(models, REPEATS), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from data_prep.download import fetch_tree
 from data_prep.glue import GlueSource
 from data_prep.glue_held_out import read_held_out_rows
 from data_prep.glue_tasks import GLUE_TASKS, GlueRows
-from scripts.research.conversion import SPLITS, pool
+from scripts.research.fine_tuning import SPLITS, pool
 from scripts.research.programs import write_result
 from scripts.research.units import FLOOR, TASKS, TF_IDF, Unit
 

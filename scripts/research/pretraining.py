@@ -13,7 +13,7 @@ from lln_fairseq.analysis.events import Curve, read_curves
 from lln_fairseq.attention import LAYER_REGISTRY
 from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.files import write_bytes
-from scripts.research.programs import FAST_BFLOAT16, TRAIN, Programs, locked, processor, write_result
+from scripts.research.programs import TRAIN, Programs, choose_precision, locked, write_result
 from scripts.research.units import PRETRAINING, Unit
 
 UPDATES = 5000
@@ -93,14 +93,6 @@ def training_arguments(unit: Unit, data: Path, directory: Path, updates: int, pr
     else:
         arguments.append(f"task.probe_interval={interval}")
     return arguments
-
-
-def choose_precision() -> str:
-    """Return "bfloat16" if the processor has instructions for its products, otherwise "float32". Nothing is timed."""
-    instructions = processor()["instructions"]
-    if any(instruction in instructions for instruction in FAST_BFLOAT16):
-        return "bfloat16"
-    return "float32"
 
 
 class ValidationTimes:

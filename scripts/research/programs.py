@@ -139,6 +139,14 @@ def processor() -> dict[str, Any]:
     return {"name": name, "instructions": [flag for flag in INSTRUCTIONS if flag in flags], "threads": 1}
 
 
+def choose_precision() -> str:
+    """Return "bfloat16" if the processor has instructions for its products, otherwise "float32". Nothing is timed."""
+    instructions = processor()["instructions"]
+    if any(instruction in instructions for instruction in FAST_BFLOAT16):
+        return "bfloat16"
+    return "float32"
+
+
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that decide the results, and this project's commit."""
     packages = {name: version(name) for name in ("torch", "ve-fairseq", "numpy", "lln-fairseq")}

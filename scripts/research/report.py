@@ -14,6 +14,8 @@ import matplotlib.pyplot as plt
 from lln_fairseq.errors import UserError
 from scripts.research.units import (
     CONVERSION,
+    FINE_TUNED,
+    FINE_TUNING,
     FLOOR,
     PRETRAINED,
     PRETRAINING,
@@ -45,6 +47,9 @@ LABELS = {
     "tnn": "TNN",
 }
 CONTROL = "blocks only, first text global"  # the part "Diag only" of joint_offset_global
+LABELS_OF_FINE_TUNED = {**LABELS, SOFTMAX: "softmax", "block_diag_global": CONTROL}
+TIMES = Path("long_pairs/times.json")  # written by scripts.benchmarks.prediction
+PRESET = "minilm"
 SAME_AS_SOFTMAX = 0.0005  # relative error below which an attention counts as softmax at the length of the task
 
 
@@ -63,6 +68,12 @@ def write_report(results: Path) -> None:
         sections.append(conversion_table(conversions, floors))
         sections.append(time_table(conversions))
         draw_conversions(conversions, floors, results / "conversion.png")
+    fine_tunings = read_results(results / FINE_TUNING)
+    if fine_tunings:
+        times = read_times(results / TIMES)
+        sections.append(fine_tuning_table(fine_tunings, times))
+        if times:
+            draw_fine_tunings(fine_tunings, times, results / "fine_tuning.png")
     if pretrainings:
         sections.append(pretraining_table(pretrainings))
         draw_pretraining(pretrainings, results / "pretraining.png")
@@ -99,6 +110,11 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 def accuracies(results: Sequence[dict[str, Any]], stage: str) -> list[float]:
     """Return the accuracies in percent on all held-out rows, of the results that have this stage."""
     return [100 * result["scores"][stage]["all"] for result in results if stage in result["scores"]]
+
+
+def held_out(results: Sequence[dict[str, Any]]) -> list[float]:
+    """Return the accuracies of fine-tuning units in percent on the rows that no setting was chosen on."""
+    return [100 * result["scores"]["test"] for result in results]
 
 
 def conversion_table(results: list[dict[str, Any]], floors: list[dict[str, Any]]) -> str:
@@ -172,6 +188,35 @@ def time_table(results: list[dict[str, Any]]) -> str:
     return markdown(rows)
 
 
+def read_times(path: Path) -> dict[str, dict[str, float]]:
+    """Return the milliseconds by the length and the attention spec, or nothing if they were not measured."""
+    if not path.exists():
+        return {}
+    return json.loads(path.read_text())["milliseconds"][PRESET]
+
+
+def fine_tuning_table(results: list[dict[str, Any]], times: dict[str, dict[str, float]]) -> str:
+    """Return the table of the accuracies of the attentions that were trained with the labels of a long task.
+
+    The last columns have the time of a text, and its share of softmax's time.
+    """
+    updates = list(results[0]["dev_accuracy"])
+    titles = [f"accuracy [%], {task_title(results[0]['task'], results)}", "seeds"]
+    titles += [f"dev after {update} updates" for update in updates]
+    titles += ["held-out", *(f"ms, {length} tokens" for length in times)]
+    rows = [titles]
+    for attention, spec in FINE_TUNED.items():
+        chosen = select(results, attention=attention)
+        if not chosen:
+            continue
+        cells = [mean_and_range([result["dev_accuracy"][update] for result in chosen]) for update in updates]
+        cells.append(mean_and_range(held_out(chosen)))
+        for milliseconds in times.values():
+            cells.append(f"{milliseconds[spec]} ({milliseconds[spec] / milliseconds[SOFTMAX]:.2f})")
+        rows.append([LABELS_OF_FINE_TUNED[attention], str(len(chosen)), *cells])
+    return markdown(rows)
+
+
 def pretraining_table(results: list[dict[str, Any]]) -> str:
     """Return the table of the bits per masked token after so many million tokens, and of the thread time."""
     updates = results[0]["updates"]
@@ -213,6 +258,28 @@ def draw_conversions(results: list[dict[str, Any]], floors: list[dict[str, Any]]
         axes.set_ylim(-0.5, len(names) - 0.5)
     marks = "rings: swapped in, dots: linearized, crosses: linearized, without LLN, lines: softmax and (dotted) TF-IDF"
     figure.suptitle(marks, fontsize=9)
+    save(figure, path)
+
+
+def draw_fine_tunings(results: list[dict[str, Any]], times: dict[str, dict[str, float]], path: Path) -> None:
+    """Draw the held-out accuracies against the share of softmax's time at each length, one line for each attention."""
+    figure, axes = plt.subplots(figsize=(8, 4.5))
+    for attention, spec in FINE_TUNED.items():
+        values = held_out(select(results, attention=attention))
+        if not values:
+            continue
+        shares = [milliseconds[spec] / milliseconds[SOFTMAX] for milliseconds in times.values()]
+        mean = statistics.fmean(values)
+        spread = [[mean - min(values)], [max(values) - mean]]
+        label = f"{LABELS_OF_FINE_TUNED[attention]} ({len(values)} seeds)"
+        axes.plot(shares, [mean] * len(shares), "o-", label=label)
+        axes.errorbar(shares[:1], [mean], yerr=spread, color="gray", capsize=3)
+        for share, length in zip(shares, times, strict=True):
+            axes.annotate(length, (share, mean), textcoords="offset points", xytext=(0, 6), ha="center", fontsize=8)
+    axes.set_xlabel("time of a pair with so many tokens, relative to softmax")
+    axes.set_ylabel(f"held-out accuracy [%], {task_title(results[0]['task'], results)}")
+    axes.grid(alpha=0.3)
+    axes.legend()
     save(figure, path)
 
 

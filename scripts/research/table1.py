@@ -2,6 +2,7 @@
 
     python -m scripts.research.table1 conversion qnli elu --seed 1 --work runs/table1
     python -m scripts.research.table1 pretraining lln_diag --seed 1 --work runs/table1
+    python -m scripts.research.table1 fine_tuning qnli16 block_diag_global --seed 1 --work runs/table1
     python -m scripts.research.table1 floor qnli --work runs/table1
     python -m scripts.research.table1 list
     python -m scripts.research.table1 all --work runs/table1
@@ -26,11 +27,13 @@ from lln_fairseq.command import run_main
 from lln_fairseq.errors import UserError
 from lln_fairseq.terminal import at_least_one, program_parser
 from scripts.research.conversion import run_conversion
+from scripts.research.fine_tuning import run_fine_tuning
 from scripts.research.floor import run_floor
 from scripts.research.pretraining import UPDATES, run_pretraining
 from scripts.research.programs import locked
 from scripts.research.units import (
     CONVERSION,
+    FINE_TUNING,
     FLOOR,
     PRETRAINING,
     RESULTS,
@@ -53,6 +56,8 @@ def run_unit(unit: Unit, args: argparse.Namespace) -> bool:
         print(f"{unit.kind} {unit.name}: {unit.spec}", flush=True)
         if unit.kind == CONVERSION:
             run_conversion(unit, args.work, args.results, args.glue)
+        elif unit.kind == FINE_TUNING:
+            run_fine_tuning(unit, args.work, args.results, args.glue)
         elif unit.kind == FLOOR:
             run_floor(unit, args.results, args.glue)
         else:
@@ -113,17 +118,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = program_parser("python -m scripts.research.table1", __doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     conversion = commands.add_parser(CONVERSION, help="fine-tune an encoder with softmax and make it linear")
+    fine_tuning = commands.add_parser(FINE_TUNING, help="train an attention with the labels of a long task")
     floor = commands.add_parser(FLOOR, help="TF-IDF and logistic regression on the rows of a conversion task")
     floor.set_defaults(attention=TF_IDF, seed=1)
-    for command in (conversion, floor):
+    for command in (conversion, fine_tuning, floor):
         command.add_argument("task", help=", ".join(TASKS))
     pretraining = commands.add_parser(PRETRAINING, help="train a small encoder from scratch")
     pretraining.set_defaults(task="")
     missing = commands.add_parser("all", help="run all missing units")
-    for command in (conversion, pretraining):
+    for command in (conversion, fine_tuning, pretraining):
         command.add_argument("attention", help="a name that `list` prints")
         command.add_argument("--seed", type=at_least_one, default=1)
-    for command in (conversion, pretraining, floor, missing):
+    for command in (conversion, fine_tuning, pretraining, floor, missing):
         command.add_argument("--work", type=Path, required=True, help="directory of data, checkpoints and logs")
         command.add_argument("--glue", help="directory or archive with the GLUE tasks (default: download)")
         command.add_argument("--text", help="directory or archive in WikiText's form (default: download)")

@@ -1,3 +1,4 @@
+import json
 import os
 
 import pytest
@@ -22,6 +23,20 @@ def test_lengths_are_timed_for_every_model(offline, monkeypatch, capsys):
     out = capsys.readouterr().out
     for row in ("lln_diag", "transformers, sdpa", "by length", "in order"):
         assert row in out
+
+
+def test_attentions_are_timed_on_pairs(offline, tmp_path, capsys):
+    times = tmp_path / "times.json"
+    spec = "block_diag:block_size=4,global_tokens=first_segment"
+    words = ["--presets", "tiny", "--lengths", "12", "--first-text", "5", "--attentions", "softmax", spec]
+
+    assert benchmark.main([*words, "--repeats", "1", "--without", "onnxruntime", "--json", str(times)]) == 0
+
+    assert benchmark.random_tokens(12, 5)[[0, 4, 5, 11]].tolist() == [0, 2, 2, 2]
+    milliseconds = json.loads(times.read_text())["milliseconds"]["tiny"]["12"]
+    assert {"softmax", spec, "transformers, sdpa"} <= milliseconds.keys()
+    assert not any(name.startswith("onnxruntime") for name in milliseconds)
+    assert spec in capsys.readouterr().out
 
 
 def test_different_logits_are_rejected():

@@ -14,7 +14,7 @@ import pytest
 
 import lln_fairseq.__main__
 from lln_fairseq.errors import UserError
-from scripts.research import conversion, pretraining, table1, units
+from scripts.research import conversion, fine_tuning, pretraining, table1, units
 from scripts.research.programs import ProgramFailed, Programs, locked
 from scripts.research.report import LABELS, write_report
 from scripts.research.units import Task, Unit, all_units
@@ -24,7 +24,7 @@ from tests.text_runs import random_sentence, write_raw_tasks
 
 # Runs the command line with tiny models and tasks.
 TINY_UNIT = """
-from scripts.research import conversion, pretraining, table1, units
+from scripts.research import conversion, fine_tuning, pretraining, table1, units
 pretraining.MODEL = "nano"
 pretraining.VOCABULARY = 300
 conversion.STAGES["linearized"] = 120
@@ -40,6 +40,7 @@ TIMES = ("thread_seconds", "milliseconds")
     [
         (("conversion", "qnly", "elu"), "no such task: qnly; did you mean 'qnli'?"),
         (("conversion", "qnli", "elo"), "no such attention: elo; did you mean 'elu'?"),
+        (("fine_tuning", "qnli", "softmax"), "qnli has no shorter task to start from: choose qnli4 or qnli16"),
         (("pretraining", "lin_diag"), "no such attention: lin_diag; did you mean 'lln_diag'?"),
     ],
 )
@@ -166,6 +167,34 @@ def test_conversion_unit_scores_all_stages_and_parts(tmp_path, monkeypatch, in_t
     assert 0 < linear["relative_error"] < 1
     assert linear["milliseconds"].keys() == {str(linear["mean_tokens"]), "512"}
     assert not list(work.glob("conversion/*/*/model.pt"))
+
+
+def test_fine_tuning_unit_trains_softmax_and_linear_attention_from_the_same_start(
+    tmp_path, monkeypatch, in_this_process
+):
+    monkeypatch.setattr(fine_tuning, "TRANSFER_STEPS", 3)
+    monkeypatch.setattr(fine_tuning, "VALIDATE_INTERVAL", 1)
+    task = Task("SST-2", train=32, held_out=16, epochs=1, start="sst2", batch_size=16)
+    monkeypatch.setitem(units.TASKS, "sst2", Task("SST-2", train=32, held_out=16, epochs=1))
+    monkeypatch.setitem(units.TASKS, "long", task)
+    work = tmp_path / "work"
+    make_model("bert", work / "minilm")
+    options = ["--work", str(work), "--results", str(tmp_path), "--glue", str(write_raw_tasks(tmp_path / "glue"))]
+
+    for attention in ("softmax", "lln_diag"):
+        assert table1.main(["fine_tuning", "long", attention, *options]) == 0
+
+    contents = {}
+    for attention in ("softmax", "lln_diag"):
+        contents[attention] = json.loads((tmp_path / "fine_tuning" / f"long_{attention}_seed1.json").read_text())
+        assert contents[attention]["dev_accuracy"].keys() == {"1"}
+        assert contents[attention]["scores"].keys() == {"valid", "test", "all"}
+    start = f"{work}/teachers/sst2_seed1/checkpoint_last.pt"
+    assert f"finetune_from_model={start} " in contents["softmax"]["commands"]["train long"]
+    assert contents["lln_diag"]["commands"]["linearized"].startswith(f"lln_fairseq linearize {start} ")
+    words = contents["lln_diag"]["commands"]["train"].split()
+    assert {"attention=lln_diag", "model.lln_diag_mix=average", "model.lln_diag_block_size=128"} <= set(words)
+    assert in_this_process.count("train sst2") == 1
 
 
 def test_floor_unit_compares_the_words_of_a_pair(tmp_path, monkeypatch):
@@ -308,6 +337,13 @@ def test_report_has_means_ranges_and_the_control(tmp_path):
             probe=probe,
         )
 
+    for seed, accuracy in ((1, 0.77), (2, 0.75)):
+        unit = Unit("fine_tuning", "qnli16", "block_diag_global", seed)
+        content = {"dev_accuracy": {"73": 70.0, "146": 74.0}, "scores": {"test": accuracy}}
+        write_result(tmp_path, unit, seed=seed, mean_tokens=564, **content)
+    milliseconds = {"564": {"softmax": 80.0, units.FINE_TUNED["block_diag_global"]: 60.0}}
+    (tmp_path / "long_pairs").mkdir()
+    (tmp_path / "long_pairs" / "times.json").write_text(json.dumps({"milliseconds": {"minilm": milliseconds}}))
     write_result(tmp_path, Unit("floor", "qnli", "tf_idf", 1), seed=1, scores={"tf_idf": {"all": 0.58}})
 
     write_report(tmp_path)
@@ -317,11 +353,15 @@ def test_report_has_means_ranges_and_the_control(tmp_path):
     assert "| LLN+Diag, average (the paper's) | 60.0 → 71.0 (70.0–72.0) |" in lines
     assert "| blocks only, first text global | 78.5 |" in lines
     assert "| Reformer | 60.0 → 79.0 = |" in lines
+    assert (
+        "| blocks only, first text global | 2 | 70.0 (70.0–70.0) | 74.0 (74.0–74.0) | 76.0 (75.0–77.0) | 60.0 (0.75) |"
+    ) in lines
     assert "| TF-IDF and logistic regression | 58.0 |" in lines
     assert "- TNN: tnn replaces the layer" in lines
     assert "| LLN+Diag, average (the paper's) | 1.50 (1.50–1.50) |" in lines
     assert "| softmax | 9.00 | 6.17 | 2 | float32 |" in lines
     assert (tmp_path / "conversion.png").stat().st_size > 5000
+    assert (tmp_path / "fine_tuning.png").stat().st_size > 5000
     assert (tmp_path / "pretraining.png").stat().st_size > 5000
 
 
