@@ -111,13 +111,35 @@ def test_recall_accepts_the_attention(tmp_path, monkeypatch):
 
 
 @pytest.mark.exhaustive
-def test_characters_report_losses_and_tau(tmp_path, capsys, monkeypatch):
+def test_characters_write_losses_and_tau(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     overrides = ["model=nano", "run=cpu", f"task.data={make_corpus(tmp_path / 'lm')}", "optimization.max_update=1"]
+    words = [str(tmp_path / "learned"), *overrides, "--attentions", "decay:weights=uniform", "softmax"]
 
-    assert decay.main(["characters", str(tmp_path / "out"), *overrides, "--weights", "uniform"]) == 0
+    assert decay.main(["characters", *words, "--results", str(tmp_path / "results")]) == 0
 
-    header, row = capsys.readouterr().out.splitlines()[-2:]
-    assert header.split()[:2] == ["weights", "seed"]
-    assert row.split()[:3] == ["uniform", "1", "1:"]
-    assert row.split()[-2:] == ["1.5;", "1.5"]  # the two layers of model=nano have one head each
+    with_decay = json.loads((tmp_path / "results" / "learned_decay-weights-uniform_seed1.json").read_text())
+    softmax = json.loads((tmp_path / "results" / "learned_softmax_seed1.json").read_text())
+    assert with_decay["tau"] == [[1.5], [1.5]]  # the two layers of model=nano have one head each
+    assert softmax["tau"] == []
+    assert with_decay["group"] == "learned"
+    assert with_decay["updates"] == softmax["updates"] == [1]
+    assert len(with_decay["bits"]) == len(softmax["bits"]) == 1
+
+
+def test_report_has_a_table_and_a_panel_for_each_group(tmp_path, capsys):
+    results = tmp_path / "decay"
+    results.mkdir()
+    runs = [("learned", "softmax", 1, [4.2, 3.0]), ("learned", "softmax", 2, [4.0, 3.2])]
+    runs.append(("rotary", "decay:weights=lln", 1, [3.0, 2.0]))
+    for group, attention, seed, bits in runs:
+        content = {"group": group, "attention": attention, "seed": seed, "updates": [500, 1000], "bits": bits}
+        (results / f"{group}_{seed}.json").write_text(json.dumps(content))
+
+    assert decay.main(["report", "--results", str(results)]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert "| attention | seeds | 500 | 1000 |" in lines
+    assert "| softmax | 2 | 4.10 (4.00–4.20) | 3.10 (3.00–3.20) |" in lines
+    assert "| decay:weights=lln | 1 | 3.00 | 2.00 |" in lines
+    assert (tmp_path / "decay.png").stat().st_size > 5000
