@@ -13,9 +13,8 @@ from typing import Any
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.attention.registry import parse_attention_spec
 from scripts.research.programs import TRAIN, Programs, choose_precision, locked, write_result
-from scripts.research.units import FINE_TUNING, SOFTMAX, TASKS, Unit
+from scripts.research.units import ENCODER_POSITIONS, FINE_TUNING, SOFTMAX, TASKS, Unit
 
-POSITIONS = 1024
 TRANSFER_STEPS = 300
 VALIDATE_INTERVAL = 73  # updates; 7,000 rows are 219 updates
 SPLITS = ("valid", "test")
@@ -77,7 +76,14 @@ def make_encoder(work: Path, programs: Programs) -> Path:
     encoder = work / "encoder"
     with locked(work / "encoder.lock"):
         programs.run("download", ["data_prep.encoders", "minilm", "--out", source], source / "model.safetensors")
-        words = ["lln_fairseq", "convert", source, encoder, f"--attention={SOFTMAX}", f"--positions={POSITIONS}"]
+        words = [
+            "lln_fairseq",
+            "convert",
+            source,
+            encoder,
+            f"--attention={SOFTMAX}",
+            f"--positions={ENCODER_POSITIONS}",
+        ]
         programs.run("convert", words, encoder / "model.pt")
     return encoder / "model.pt"
 
@@ -130,7 +136,7 @@ def training_words(name: str, spec: str, seed: int, data: Path, start: Path, out
         "recipe=small",
         "run=cpu",
         f"task.data={data}",
-        f"task.max_positions={POSITIONS}",
+        f"task.max_positions={task.positions}",
         f"dataset.batch_size={task.batch_size}",
         "dataset.valid_subset=valid",
         f"optimization.max_epoch={task.epochs}",
@@ -162,7 +168,7 @@ def linearize(programs: Programs, step: str, unit: Unit, teacher: Path, data: Pa
     words = ["lln_fairseq", "linearize", teacher, data, out, f"--attention={attention}"]
     words += [f"--steps={steps}", f"--seed={unit.seed}", "--evaluate-rows=1"]
     if TASKS[unit.task].start is not None:
-        words.append(f"--tokens={POSITIONS}")
+        words.append(f"--tokens={TASKS[unit.task].positions}")
     if options:
         words += ["--option", *(f"{key}={value}" for key, value in options.items())]
     programs.run(step, words, out / "model.pt")

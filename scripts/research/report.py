@@ -50,6 +50,7 @@ CONTROL = "blocks only, first text global"  # the part "Diag only" of joint_offs
 LABELS_OF_FINE_TUNED = {**LABELS, SOFTMAX: "softmax", "block_diag_global": CONTROL}
 TIMES = Path("long_pairs/times.json")  # written by scripts.benchmarks.prediction
 PRESET = "minilm"
+PICTURED_TASK = "qnli16"
 SAME_AS_SOFTMAX = 0.0005  # relative error below which an attention counts as softmax at the length of the task
 
 
@@ -71,9 +72,10 @@ def write_report(results: Path) -> None:
     fine_tunings = read_results(results / FINE_TUNING)
     if fine_tunings:
         times = read_times(results / TIMES)
-        sections.append(fine_tuning_table(fine_tunings, times))
+        for task in dict.fromkeys(result["task"] for result in fine_tunings):
+            sections.append(fine_tuning_table(select(fine_tunings, task=task), times))
         if times:
-            draw_fine_tunings(fine_tunings, times, results / "fine_tuning.png")
+            draw_fine_tunings(select(fine_tunings, task=PICTURED_TASK), times, results / "fine_tuning.png")
     if pretrainings:
         sections.append(pretraining_table(pretrainings))
         draw_pretraining(pretrainings, results / "pretraining.png")
@@ -200,7 +202,7 @@ def fine_tuning_table(results: list[dict[str, Any]], times: dict[str, dict[str, 
 
     The last columns have the time of a text, and its share of softmax's time.
     """
-    updates = list(results[0]["dev_accuracy"])
+    updates = list(results[0]["dev_accuracy"])  # the same for all
     titles = [f"accuracy [%], {task_title(results[0]['task'], results)}", "seeds"]
     titles += [f"dev after {update} updates" for update in updates]
     titles += ["held-out", *(f"ms, {length} tokens" for length in times)]

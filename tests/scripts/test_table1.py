@@ -174,7 +174,7 @@ def test_fine_tuning_unit_trains_softmax_and_linear_attention_from_the_same_star
 ):
     monkeypatch.setattr(fine_tuning, "TRANSFER_STEPS", 3)
     monkeypatch.setattr(fine_tuning, "VALIDATE_INTERVAL", 1)
-    task = Task("SST-2", train=32, held_out=16, epochs=1, start="sst2", batch_size=16)
+    task = Task("SST-2", train=32, held_out=16, epochs=1, start="sst2", batch_size=16, positions=1100)
     monkeypatch.setitem(units.TASKS, "sst2", Task("SST-2", train=32, held_out=16, epochs=1))
     monkeypatch.setitem(units.TASKS, "long", task)
     work = tmp_path / "work"
