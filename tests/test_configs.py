@@ -35,7 +35,7 @@ def config_names(group):
 
 
 def test_every_attention_and_preset_has_a_file():
-    assert config_names("attention") == set(MECHANISMS)
+    assert config_names("attention") == {*MECHANISMS, "long_pairs"}
     assert config_names("model") == {*PRESETS, "roberta", "minilm"}
 
 
@@ -46,6 +46,14 @@ def test_attention_files_list_options_with_defaults(attention):
     assert options.pop("attention") == attention
     fields = dataclasses.fields(MECHANISMS[attention].config)
     assert options == {f"{attention}_{field.name}": field.default for field in fields}
+
+
+def test_long_pairs_selects_blocks_with_a_global_first_text(composed):
+    config = composed("finetune", "attention=long_pairs")
+
+    assert config.model.attention == "block_diag"
+    assert config.model.block_diag_block_size == 128
+    assert config.model.block_diag_global_tokens == "first_segment"
 
 
 def test_model_file_lists_options_with_defaults():

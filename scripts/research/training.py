@@ -85,7 +85,7 @@ def call_logged(name: str, words: Sequence[str], log: Path, updates: int | None 
     finally:
         _terminate(process)
     if code:
-        raise UserError(f"{name} failed (exit code {code}): {last}\nsee the output in {log}")
+        raise UserError(f"{name} failed (exit code {code}): {last} (output in {log})")
 
 
 def _terminate(process: subprocess.Popen) -> None:
