@@ -30,7 +30,7 @@ def test_failure_shows_the_last_line_and_the_log(program, tmp_path):
     log = tmp_path / "logs" / "train.log"
     training.call_logged("train", [program, "0"], log, 3)
 
-    with pytest.raises(UserError, match=r"train failed \(exit code 5\): the reason\nsee the output in .*train\.log"):
+    with pytest.raises(UserError, match=r"train failed \(exit code 5\): the reason \(output in .*train\.log\)"):
         training.call_logged("train", [program, "5"], log, 3)
 
     assert log.read_text().count("the reason") == 2
