@@ -18,6 +18,7 @@ from scripts.research.units import ENCODER_POSITIONS, FINE_TUNING, SOFTMAX, TASK
 TRANSFER_STEPS = 300
 VALIDATE_INTERVAL = 73  # updates; 7,000 rows are 219 updates
 SPLITS = ("valid", "test")
+TRAINED = "trained"  # the only entry of a result's scores
 
 
 def run_fine_tuning(unit: Unit, work: Path, results: Path, glue: str | None) -> None:
@@ -43,7 +44,7 @@ def run_fine_tuning(unit: Unit, work: Path, results: Path, glue: str | None) -> 
     content = {
         **describe_unit(unit, data),
         "precision": choose_precision(),
-        "scores": scores,
+        "scores": {TRAINED: scores},
         "dev_accuracy": {step: round(value, 1) for step, value in zip(dev.steps, dev.values, strict=True)},
         "commands": programs.commands,
         "thread_seconds": programs.thread_seconds,

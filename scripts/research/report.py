@@ -12,6 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from lln_fairseq.errors import UserError
+from scripts.research.fine_tuning import TRAINED
 from scripts.research.units import (
     CONVERSION,
     FINE_TUNED,
@@ -46,6 +47,7 @@ LABELS = {
     "flash": "FLASH",
     "tnn": "TNN",
 }
+FLOOR_LABEL = "TF-IDF and logistic regression"
 CONTROL = "blocks only, first text global"  # the part "Diag only" of joint_offset_global
 LABELS_OF_FINE_TUNED = {**LABELS, SOFTMAX: "softmax", "block_diag_global": CONTROL}
 TIMES = Path("long_pairs/times.json")  # written by scripts.benchmarks.prediction
@@ -73,7 +75,7 @@ def write_report(results: Path) -> None:
     if fine_tunings:
         times = read_times(results / TIMES)
         for task in dict.fromkeys(result["task"] for result in fine_tunings):
-            sections.append(fine_tuning_table(select(fine_tunings, task=task), times))
+            sections.append(fine_tuning_table(select(fine_tunings, task=task), times, select(floors, task=task)))
         if times:
             draw_fine_tunings(select(fine_tunings, task=PICTURED_TASK), times, results / "fine_tuning.png")
     if pretrainings:
@@ -114,9 +116,9 @@ def accuracies(results: Sequence[dict[str, Any]], stage: str) -> list[float]:
     return [100 * result["scores"][stage]["all"] for result in results if stage in result["scores"]]
 
 
-def held_out(results: Sequence[dict[str, Any]]) -> list[float]:
-    """Return the accuracies of fine-tuning units in percent on the rows that no setting was chosen on."""
-    return [100 * result["scores"]["test"] for result in results]
+def held_out(results: Sequence[dict[str, Any]], stage: str) -> list[float]:
+    """Return the accuracies in percent on the rows that no setting was chosen on."""
+    return [100 * result["scores"][stage]["test"] for result in results]
 
 
 def conversion_table(results: list[dict[str, Any]], floors: list[dict[str, Any]]) -> str:
@@ -141,7 +143,7 @@ def conversion_table(results: list[dict[str, Any]], floors: list[dict[str, Any]]
             rows.append([CONTROL, *(mean_and_range(accuracies(part, "Diag only")) for part in parts)])
     floor_cells = [mean_and_range(accuracies(select(floors, task=task), TF_IDF)) for task in tasks]
     if any(floor_cells):
-        rows.append(["TF-IDF and logistic regression", *floor_cells])
+        rows.append([FLOOR_LABEL, *floor_cells])
     if any(cell.endswith("=") for row in rows for cell in row):
         notes.append("- =: the outputs are those of softmax (relative error 0) at the length of this task")
     if any(row[0] == CONTROL for row in rows):
@@ -197,7 +199,9 @@ def read_times(path: Path) -> dict[str, dict[str, float]]:
     return json.loads(path.read_text())["milliseconds"][PRESET]
 
 
-def fine_tuning_table(results: list[dict[str, Any]], times: dict[str, dict[str, float]]) -> str:
+def fine_tuning_table(
+    results: list[dict[str, Any]], times: dict[str, dict[str, float]], floors: list[dict[str, Any]]
+) -> str:
     """Return the table of the accuracies of the attentions that were trained with the labels of a long task.
 
     The last columns have the time of a text, and its share of softmax's time.
@@ -212,10 +216,12 @@ def fine_tuning_table(results: list[dict[str, Any]], times: dict[str, dict[str, 
         if not chosen:
             continue
         cells = [mean_and_range([result["dev_accuracy"][update] for result in chosen]) for update in updates]
-        cells.append(mean_and_range(held_out(chosen)))
+        cells.append(mean_and_range(held_out(chosen, TRAINED)))
         for milliseconds in times.values():
             cells.append(f"{milliseconds[spec]} ({milliseconds[spec] / milliseconds[SOFTMAX]:.2f})")
         rows.append([LABELS_OF_FINE_TUNED[attention], str(len(chosen)), *cells])
+    for accuracy in held_out(floors, TF_IDF):
+        rows.append([FLOOR_LABEL, "", *("" for _ in updates), f"{accuracy:.1f}", *("" for _ in times)])
     return markdown(rows)
 
 
@@ -267,7 +273,7 @@ def draw_fine_tunings(results: list[dict[str, Any]], times: dict[str, dict[str, 
     """Draw the held-out accuracies against the share of softmax's time at each length, one line for each attention."""
     figure, axes = plt.subplots(figsize=(8, 4.5))
     for attention, spec in FINE_TUNED.items():
-        values = held_out(select(results, attention=attention))
+        values = held_out(select(results, attention=attention), TRAINED)
         if not values:
             continue
         shares = [milliseconds[spec] / milliseconds[SOFTMAX] for milliseconds in times.values()]

@@ -188,7 +188,7 @@ def test_fine_tuning_unit_trains_softmax_and_linear_attention_from_the_same_star
     for attention in ("softmax", "lln_diag"):
         contents[attention] = json.loads((tmp_path / "fine_tuning" / f"long_{attention}_seed1.json").read_text())
         assert contents[attention]["dev_accuracy"].keys() == {"1"}
-        assert contents[attention]["scores"].keys() == {"valid", "test", "all"}
+        assert contents[attention]["scores"]["trained"].keys() == {"valid", "test", "all"}
     start = f"{work}/teachers/sst2_seed1/checkpoint_last.pt"
     assert f"finetune_from_model={start} " in contents["softmax"]["commands"]["train long"]
     assert contents["lln_diag"]["commands"]["linearized"].startswith(f"lln_fairseq linearize {start} ")
@@ -339,11 +339,12 @@ def test_report_has_means_ranges_and_the_control(tmp_path):
 
     for seed, accuracy in ((1, 0.77), (2, 0.75)):
         unit = Unit("fine_tuning", "qnli16", "block_diag_global", seed)
-        content = {"dev_accuracy": {"73": 70.0, "146": 74.0}, "scores": {"test": accuracy}}
+        content = {"dev_accuracy": {"73": 70.0, "146": 74.0}, "scores": {"trained": {"test": accuracy}}}
         write_result(tmp_path, unit, seed=seed, mean_tokens=564, **content)
     milliseconds = {"564": {"softmax": 80.0, units.FINE_TUNED["block_diag_global"]: 60.0}}
     (tmp_path / "long_pairs").mkdir()
     (tmp_path / "long_pairs" / "times.json").write_text(json.dumps({"milliseconds": {"minilm": milliseconds}}))
+    write_result(tmp_path, Unit("floor", "qnli16", "tf_idf", 1), scores={"tf_idf": {"test": 0.5}})
     write_result(tmp_path, Unit("floor", "qnli", "tf_idf", 1), seed=1, scores={"tf_idf": {"all": 0.58}})
 
     write_report(tmp_path)
@@ -356,6 +357,7 @@ def test_report_has_means_ranges_and_the_control(tmp_path):
     assert (
         "| blocks only, first text global | 2 | 70.0 (70.0–70.0) | 74.0 (74.0–74.0) | 76.0 (75.0–77.0) | 60.0 (0.75) |"
     ) in lines
+    assert "| TF-IDF and logistic regression |  |  |  | 50.0 |  |" in lines
     assert "| TF-IDF and logistic regression | 58.0 |" in lines
     assert "- TNN: tnn replaces the layer" in lines
     assert "| LLN+Diag, average (the paper's) | 1.50 (1.50–1.50) |" in lines
