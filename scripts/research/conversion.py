@@ -5,16 +5,10 @@ Units of one task and seed share the fine-tuned encoder, their teacher. See scri
 
 import shutil
 import statistics
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lln_fairseq.analysis.events import read_curves
-from lln_fairseq.text.special_symbols import NUM_SPECIAL
-from scripts.benchmarks.meter import interleaved
 from scripts.research.fine_tuning import (
     SPLITS,
     TRANSFER_STEPS,
@@ -30,9 +24,6 @@ from scripts.research.units import CONVERSION, SOFTMAX, Unit
 
 LINEARIZED = "linearized"
 STAGES = {"swapped": 0, LINEARIZED: TRANSFER_STEPS}  # steps of the transfer
-LONG = 512  # tokens of the longer timed text
-FIRST_TEXT = 16  # tokens of its first text, <s> and </s> included
-REPEATS = 15
 # linearize prints these if the attention cannot be used. Other errors, such as a full disk, end the unit.
 REFUSALS = ("cannot replace a teacher's attention", "diverged to NaN")
 
@@ -66,7 +57,6 @@ def run_conversion(unit: Unit, work: Path, results: Path, glue: str | None) -> N
                 scores[stage] = score(programs, f"score {stage}", model, data)
             scores |= score_parts(linear, data)
             content["relative_error"] = relative_error(linear.parent)
-            content["milliseconds"] = time_calls({SOFTMAX: teacher, unit.attention: linear}, content["mean_tokens"])
     content["commands"] = programs.commands
     content["thread_seconds"] = programs.thread_seconds
     write_result(unit.result(results), content)
@@ -100,31 +90,3 @@ def score_parts(checkpoint: Path, data: Path) -> dict[str, Any]:
                 accuracies[split] = compute_scores(task, compute_outputs(model, task, split))
         scores[name] = pool(accuracies)
     return scores
-
-
-def time_calls(checkpoints: dict[str, Path], mean_length: int) -> dict[str, dict[str, float]]:
-    """Return the medians of the times in ms of one text, by its length (mean_length and LONG) and by the attention.
-
-    The models are called in turn, on one thread.
-    """
-    from lln_fairseq.inference.evaluate import load_finetuned_model
-
-    models = {name: load_finetuned_model(str(path)) for name, path in checkpoints.items()}
-    times: dict[str, dict[str, float]] = {}
-    for length in (mean_length, LONG):
-        calls = {name: classification(model.cpu(), task, length) for name, (model, task) in models.items()}
-        measured = interleaved(calls, "cpu", REPEATS)
-        times[str(length)] = {name: round(statistics.median(values), 2) for name, values in measured.items()}
-    return times
-
-
-def classification(model: Any, task: Any, length: int) -> Callable[[], object]:
-    """Return a function that classifies a pair of random texts of `length` tokens in total."""
-    dictionary = task.source_dictionary
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(NUM_SPECIAL, len(dictionary) - 1, (1, length), generator=generator)
-    ids[0, 0] = dictionary.bos()
-    ids[0, FIRST_TEXT - 1 : FIRST_TEXT + 1] = dictionary.eos()
-    ids[0, -1] = dictionary.eos()
-    head = task.cfg.classification_head_name
-    return torch.inference_mode()(partial(model, ids, features_only=True, classification_head_name=head))

@@ -15,6 +15,7 @@ from lln_fairseq.errors import UserError
 from scripts.research.fine_tuning import TRAINED
 from scripts.research.units import (
     CONVERSION,
+    CONVERTED,
     FINE_TUNED,
     FINE_TUNING,
     FLOOR,
@@ -49,8 +50,10 @@ LABELS = {
 }
 FLOOR_LABEL = "TF-IDF and logistic regression"
 CONTROL = "blocks only, first text global"  # the part "Diag only" of joint_offset_global
+CONTROL_SPEC = "block_diag:block_size=32,global_tokens=first_segment"
 LABELS_OF_FINE_TUNED = {**LABELS, SOFTMAX: "softmax", "block_diag_global": CONTROL}
-TIMES = Path("long_pairs/times.json")  # written by scripts.benchmarks.prediction
+CONVERSION_TIMES = Path("times/conversion.json")  # written by scripts.benchmarks.prediction, as the next one
+FINE_TUNING_TIMES = Path("times/fine_tuning.json")
 PRESET = "minilm"
 PICTURED_TASK = "qnli16"
 SAME_AS_SOFTMAX = 0.0005  # relative error below which an attention counts as softmax at the length of the task
@@ -68,12 +71,11 @@ def write_report(results: Path) -> None:
         raise UserError(f"{results} has no results: run `python -m scripts.research.table1 all --work DIRECTORY` first")
     sections = []
     if conversions:
-        sections.append(conversion_table(conversions, floors))
-        sections.append(time_table(conversions))
+        sections.append(conversion_table(conversions, floors, read_times(results / CONVERSION_TIMES)))
         draw_conversions(conversions, floors, results / "conversion.png")
     fine_tunings = read_results(results / FINE_TUNING)
     if fine_tunings:
-        times = read_times(results / TIMES)
+        times = read_times(results / FINE_TUNING_TIMES)
         for task in dict.fromkeys(result["task"] for result in fine_tunings):
             sections.append(fine_tuning_table(select(fine_tunings, task=task), times, select(floors, task=task)))
         if times:
@@ -121,29 +123,37 @@ def held_out(results: Sequence[dict[str, Any]], stage: str) -> list[float]:
     return [100 * result["scores"][stage]["test"] for result in results]
 
 
-def conversion_table(results: list[dict[str, Any]], floors: list[dict[str, Any]]) -> str:
-    """Return the table of accuracies: without training, and linearized, for each task. The last row is the floor."""
+def conversion_table(
+    results: list[dict[str, Any]], floors: list[dict[str, Any]], times: dict[str, dict[str, float]]
+) -> str:
+    """Return the table of accuracies: without training, and linearized, for each task. The last row is the floor.
+
+    The last columns have the share of softmax's time.
+    """
     tasks = [task for task in REPORTED_TASKS if select(results, task=task)]
     titles = ["accuracy [%]: swapped in → linearized"]
     softmax = [SOFTMAX]
     for task in tasks:
         titles.append(task_title(task, select(results, task=task)))
         softmax.append(mean_and_range(accuracies(one_per_seed(select(results, task=task)), SOFTMAX)))
+    titles += [f"time / softmax's, {length} tokens" for length in times]
+    softmax += ["1" for _ in times]
     rows = [titles, softmax]
     notes = []
     for attention, label in LABELS.items():
         cells = [conversion_cell(select(results, task=task, attention=attention)) for task in tasks]
         if any(cells):
-            rows.append([label, *cells])
+            rows.append([label, *cells, *time_shares(times, CONVERTED[attention])])
         for result in select(results, attention=attention):
             if "refused" in result:
                 notes.append(f"- {label}: {result['refused']}")
         if attention == "joint_offset_global" and any(cells):
             parts = [select(results, task=task, attention=attention) for task in tasks]
-            rows.append([CONTROL, *(mean_and_range(accuracies(part, "Diag only")) for part in parts)])
+            cells = [mean_and_range(accuracies(part, "Diag only")) for part in parts]
+            rows.append([CONTROL, *cells, *time_shares(times, CONTROL_SPEC)])
     floor_cells = [mean_and_range(accuracies(select(floors, task=task), TF_IDF)) for task in tasks]
     if any(floor_cells):
-        rows.append([FLOOR_LABEL, *floor_cells])
+        rows.append([FLOOR_LABEL, *floor_cells, *("" for _ in times)])
     if any(cell.endswith("=") for row in rows for cell in row):
         notes.append("- =: the outputs are those of softmax (relative error 0) at the length of this task")
     if any(row[0] == CONTROL for row in rows):
@@ -175,28 +185,19 @@ def conversion_cell(results: Sequence[dict[str, Any]]) -> str:
     return cell
 
 
-def time_table(results: list[dict[str, Any]]) -> str:
-    """Return the table of the times of a call, relative to softmax, by the number of tokens."""
-    times: dict[str, dict[int, list[float]]] = {}
-    lengths: set[int] = set()
-    for result in results:
-        for length, milliseconds in result.get("milliseconds", {}).items():
-            ratio = milliseconds[result["attention"]] / milliseconds[SOFTMAX]
-            times.setdefault(result["attention"], {}).setdefault(int(length), []).append(ratio)
-            lengths.add(int(length))
-    rows = [["time of a call / softmax's, at tokens", *map(str, sorted(lengths))]]
-    for attention, label in LABELS.items():
-        if attention in times:
-            ratios = times[attention]
-            rows.append([label, *(mean_and_range(ratios.get(length, []), 2) for length in sorted(lengths))])
-    return markdown(rows)
-
-
 def read_times(path: Path) -> dict[str, dict[str, float]]:
     """Return the milliseconds by the length and the attention spec, or nothing if they were not measured."""
     if not path.exists():
         return {}
     return json.loads(path.read_text())["milliseconds"][PRESET]
+
+
+def time_shares(times: dict[str, dict[str, float]], spec: str) -> list[str]:
+    """Return the time of an attention divided by softmax's at each length, or "" where it was not measured."""
+    shares = []
+    for milliseconds in times.values():
+        shares.append(f"{milliseconds[spec] / milliseconds[SOFTMAX]:.2f}" if spec in milliseconds else "")
+    return shares
 
 
 def fine_tuning_table(

@@ -94,7 +94,7 @@ def test_quickstart_commands_parse(tmp_path, monkeypatch, capsys):
     curves = {"valid/loss": SimpleNamespace(values=[12.5, 8.5])}
     monkeypatch.setattr(quickstart, "read_curves", lambda directory: curves)
     monkeypatch.setattr(quickstart, "figure_8", lambda settings: SimpleNamespace(save=lambda path: None))
-    monkeypatch.setattr(quickstart, "time_calls", lambda checkpoints, length: {"512": {"softmax": 90, "lln_diag": 60}})
+    monkeypatch.setattr(quickstart, "time_text", lambda checkpoints, data: {"softmax": 90, "lln_diag": 60})
     monkeypatch.chdir(ROOT)
 
     assert quickstart.main(["--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")]) == 0
