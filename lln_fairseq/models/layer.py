@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from fairseq.models.transformer import TransformerConfig
 from fairseq.modules.gelu import gelu
 from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
@@ -75,10 +76,13 @@ class LLNEncoderLayer(TransformerEncoderLayerBase):
     def _feed_forward(self, x: Tensor) -> Tensor:
         """Apply the feed-forward part with its residual connection and layer norm to some tokens (T, B, C)."""
         inner = self.final_layer_norm(x) if self.normalize_before else x
-        if isinstance(self.fc1, PackedLinear) and self.activation_fn is gelu and not self.training:
+        if self.activation_fn is not gelu:
+            inner = self.activation_fn(self.fc1(inner))
+        elif isinstance(self.fc1, PackedLinear) and not self.training:
             inner = self.fc1(inner, gelu=True)
         else:
-            inner = self.activation_fn(self.fc1(inner))
+            # fairseq's gelu converts to float32 and back. torch's kernel does so inside, with the same results.
+            inner = F.gelu(self.fc1(inner))
         inner = self.activation_dropout_module(inner)
         x = x + self.dropout_module(self.fc2(inner))
         if self.normalize_before:

@@ -10,6 +10,7 @@ import torch
 from fairseq import checkpoint_utils
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.models.transformer import TransformerConfig
+from fairseq.modules.gelu import gelu
 from omegaconf import OmegaConf
 
 from lln_fairseq.attention import ATTENTION_REGISTRY, Context
@@ -262,3 +263,25 @@ def test_feed_forward_in_pieces_gives_the_same_gradients(normalize_before, lengt
     assert piece_size == min(16, 2 * length)
     for gradient, expected_gradient in zip(gradients, expected, strict=True):
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gelu_in_half_precision_has_the_bits_of_fairseqs(dtype):
+    cfg = TransformerConfig(dropout=0.0, attention_dropout=0.0, activation_fn="gelu")
+    cfg.encoder.embed_dim = 32
+    cfg.encoder.ffn_embed_dim = 64
+    cfg.encoder.attention_heads = 2
+    layer = LLNEncoderLayer(cfg, "softmax", {}).to(dtype)
+    x = (3 * torch.randn(50, 2, 32)).to(dtype)
+
+    def output_and_gradients():
+        layer.zero_grad()
+        out = layer(x)
+        out.square().sum().backward()
+        return [out.detach(), *(parameter.grad for parameter in layer.parameters())]
+
+    actual = output_and_gradients()
+    layer.activation_fn = lambda inner: gelu(inner)  # not the function that the layer replaces
+
+    for value, expected in zip(actual, output_and_gradients(), strict=True):
+        assert torch.equal(value, expected)
