@@ -134,7 +134,10 @@ def lion_features(x: Tensor) -> Tensor:
 
 
 def normalize(log_weights: Tensor, padding: Tensor | None) -> Tensor:
-    """Return the weights divided by their sums over the keys that are not padding; 0 for a query without such a key."""
+    """Return the weights, whose logarithms are given, divided by their sums over the keys that are not padding.
+
+    A query without such a key gets 0.
+    """
     if padding is None:
         return log_weights.softmax(dim=-1)
     log_weights = log_weights.masked_fill(padding[:, None, None], float("-inf"))
@@ -175,7 +178,7 @@ def attention_words(spec: str) -> list[str]:
 
 
 def learned_tau(checkpoint: Path) -> list[list[float]]:
-    """Return the τ of the heads in tokens, layer by layer. An attention without decay has none."""
+    """Return the τ of the heads in tokens, layer by layer, or [] for an attention without decay."""
     lln_fairseq.register()  # before fairseq is imported: it configures the root logger
     from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 
@@ -185,7 +188,7 @@ def learned_tau(checkpoint: Path) -> list[list[float]]:
 
 
 def report(results: Path) -> None:
-    """Print a table for each group of runs, and draw their losses against the updates, a panel for each group."""
+    """Print a table for each group of runs, and draw their losses in decay.png in the parent directory."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for content in read_results(results):
         groups.setdefault(content["group"], []).append(content)

@@ -1,9 +1,7 @@
 """Fine-tune all-MiniLM-L6-v2 on a task of the units, with softmax or another attention.
 
-The scores are accuracies on the dev rows and on held-out rows of the training file, which nothing is chosen on.
-
-A fine-tuning unit trains an attention with the labels of a long task. It starts at the softmax model of the shorter
-task that the long one names, as softmax itself does: all attentions see the same rows equally often.
+A fine-tuning unit trains an attention with the labels of a long task. Each long task names a shorter one. Every
+attention, softmax too, starts from the softmax model of the shorter task, so that all see the same rows equally often.
 """
 
 import json
@@ -17,14 +15,14 @@ from scripts.research.units import ENCODER_POSITIONS, FINE_TUNING, SOFTMAX, TASK
 
 TRANSFER_STEPS = 300
 VALIDATE_INTERVAL = 73  # updates; 7,000 rows are 219 updates
-SPLITS = ("valid", "test")
-TRAINED = "trained"  # the only entry of a result's scores
+SPLITS = ("valid", "test")  # GLUE's dev rows, and rows of its training file that are not trained on
+TRAINED = "trained"  # the key of a fine-tuning unit's scores
 
 
 def run_fine_tuning(unit: Unit, work: Path, results: Path, glue: str | None) -> None:
-    """Run what is missing of a unit, and write its result. The arguments are those of `run_conversion`.
+    """Run what is missing of a unit, and write its result. The arguments are those of `conversion.run_conversion`.
 
-    lln_diag first learns to imitate softmax, because its parameters are new. block_diag has none.
+    lln_diag has new parameters, and first learns to imitate softmax. The other attentions have none.
     """
     directory = work / FINE_TUNING / unit.name
     programs = Programs(directory, {work: "WORK", glue: "GLUE"})
@@ -104,7 +102,7 @@ def make_data(name: str, work: Path, glue: str | None, programs: Programs) -> Pa
 
 
 def make_start(name: str, seed: int, work: Path, glue: str | None, programs: Programs) -> Path:
-    """Return the checkpoint at which the fine-tuning of a task starts, and make it if it is missing."""
+    """Return the checkpoint from which the fine-tuning of a task starts: the shorter task's teacher, or the encoder."""
     shorter = TASKS[name].start
     if shorter is None:
         return make_encoder(work, programs)
@@ -163,7 +161,10 @@ def training_words(name: str, spec: str, seed: int, data: Path, start: Path, out
 
 
 def linearize(programs: Programs, step: str, unit: Unit, teacher: Path, data: Path, steps: int) -> Path:
-    """Return the checkpoint with the unit's attention instead of softmax, in a directory with the name of the step."""
+    """Return the checkpoint of the teacher with the unit's attention, after so many steps of `linearize`; 0 swap it in.
+
+    The step names the directory of the checkpoint.
+    """
     attention, options = parse_attention_spec(unit.spec)
     out = programs.directory / step
     words = ["lln_fairseq", "linearize", teacher, data, out, f"--attention={attention}"]
@@ -177,9 +178,9 @@ def linearize(programs: Programs, step: str, unit: Unit, teacher: Path, data: Pa
 
 
 def score(programs: Programs, step: str, checkpoint: Path, data: Path) -> dict[str, Any]:
-    """Return the accuracies of a classifier on each of SPLITS and on all their rows together, between 0 and 1.
+    """Return the accuracies of a classifier on each of SPLITS and on all their rows together ("all"), between 0 and 1.
 
-    They are written to scores_SPLIT.json next to the checkpoint. If these files exist, nothing is computed.
+    They are written to scores_SPLIT.json next to the checkpoint. If these files exist, they are trusted.
     """
     out = checkpoint.parent
     arguments = ["lln_fairseq", "evaluate", checkpoint, data, f"--split={','.join(SPLITS)}"]

@@ -89,6 +89,7 @@ def write_report(results: Path) -> None:
 
 
 def read_results(directory: Path) -> list[dict[str, Any]]:
+    """Return the contents of the JSON files in a directory, in the order of their names."""
     return [json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))]
 
 
@@ -114,12 +115,12 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def accuracies(results: Sequence[dict[str, Any]], stage: str) -> list[float]:
-    """Return the accuracies in percent on all held-out rows, of the results that have this stage."""
+    """Return the accuracies in percent on the rows of valid and test together, of the results that have this stage."""
     return [100 * result["scores"][stage]["all"] for result in results if stage in result["scores"]]
 
 
 def held_out(results: Sequence[dict[str, Any]], stage: str) -> list[float]:
-    """Return the accuracies in percent on the rows that no setting was chosen on."""
+    """Return the accuracies in percent on the rows of test, which no setting was chosen on."""
     return [100 * result["scores"][stage]["test"] for result in results]
 
 
@@ -170,7 +171,7 @@ def task_title(task: str, results: Sequence[dict[str, Any]]) -> str:
 
 
 def one_per_seed(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the last result of each seed."""
+    """Return one result of each seed. All results of a task and seed have the scores of the same softmax model."""
     return list({result["seed"]: result for result in results}.values())
 
 
@@ -186,7 +187,7 @@ def conversion_cell(results: Sequence[dict[str, Any]]) -> str:
 
 
 def read_times(path: Path) -> dict[str, dict[str, float]]:
-    """Return the milliseconds by the length and the attention spec, or nothing if they were not measured."""
+    """Return the milliseconds of a text by its length and the attention spec, or {} if they were not measured."""
     if not path.exists():
         return {}
     return json.loads(path.read_text())["milliseconds"][PRESET]
