@@ -27,6 +27,8 @@ class BlockDiagAttention(Attention):
     The output is 0 in a block that contains only padding, if no token is global.
     """
 
+    learns_transfer = False  # softmax in blocks stays the same when q and k are reparameterized
+
     def __init__(
         self, config: BlockDiagConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
     ) -> None:

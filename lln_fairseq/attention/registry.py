@@ -46,6 +46,7 @@ class Attention(nn.Module):
     batch_independent = True  # the output of a sequence does not depend on the rest of the batch
     # The options that replace the defaults when `lln-fairseq linearize` trains the mechanism to match softmax.
     linearize_options: ClassVar[Mapping[str, Any]] = {}
+    learns_transfer = True  # the first stage of `lln-fairseq linearize` can bring the output nearer to softmax
     constants = "calibrated"  # constants of the moment matching of α and β, for mechanisms that have α and β
     # A sequence may be spread over several workers if each of them holds a multiple of this many tokens. None means
     # that the mechanism needs the whole sequence on one worker.

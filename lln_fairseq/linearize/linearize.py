@@ -50,7 +50,8 @@ def linearize(args: argparse.Namespace) -> None:
     """Write OUT/model.pt, and next to it what the same command needs to resume. Do nothing if OUT is complete.
 
     Args:
-        args: the parsed command line; its `option` is replaced by all options of the attention, with their defaults
+        args: the parsed command line; its `option` is replaced by all options of the attention, with their defaults,
+            and its `steps` by 0 if the attention has nothing to learn in the transfer
 
     Raises: UserError if the options, the teacher, the data or OUT cannot be used, or if the training diverges.
     """
@@ -58,6 +59,8 @@ def linearize(args: argparse.Namespace) -> None:
         reject_layer_mechanism(args.attention, "cannot replace a teacher's attention")
         options = {**MECHANISMS[args.attention].cls.linearize_options, **args.option}
         args.option = vars(parse_config(args.attention, options))  # the checkpoint must state all options
+    if not MECHANISMS[args.attention].cls.learns_transfer:
+        args.steps = 0
     teacher.require_softmax(args.teacher)
     progress = Progress(args)
     if progress.complete:

@@ -20,10 +20,11 @@ from scripts.research.fine_tuning import (
     score,
 )
 from scripts.research.programs import ProgramFailed, Programs, write_result
-from scripts.research.units import CONVERSION, SOFTMAX, Unit
+from scripts.research.units import CONVERSION, SOFTMAX, TASKS, Unit
 
 LINEARIZED = "linearized"
-STAGES = {"swapped": 0, LINEARIZED: TRANSFER_STEPS}  # steps of the transfer
+STAGES = {"swapped": (0, 0), LINEARIZED: (TRANSFER_STEPS, 0)}  # steps of the transfer and of the distillation
+LONG_STAGES = {**STAGES, "distilled": (TRANSFER_STEPS, 200)}  # of the tasks that start from a shorter one
 # linearize prints these if the attention cannot be used. Other errors, such as a full disk, end the unit.
 REFUSALS = ("cannot replace a teacher's attention", "diverged to NaN")
 
@@ -44,9 +45,12 @@ def run_conversion(unit: Unit, work: Path, results: Path, glue: str | None) -> N
     content = describe_unit(unit, data)
     scores = {SOFTMAX: score(programs, f"score {unit.task}", teacher, data)}
     content["scores"] = scores
+    stages = STAGES if TASKS[unit.task].start is None else LONG_STAGES
+    models = {}
     if unit.attention != SOFTMAX:
         try:
-            models = {stage: linearize(programs, stage, unit, teacher, data, steps) for stage, steps in STAGES.items()}
+            for stage, steps in stages.items():
+                models[stage] = linearize(programs, stage, unit, teacher, data, *steps)
         except ProgramFailed as error:
             if not any(refusal in error.reason for refusal in REFUSALS):
                 raise
@@ -60,15 +64,18 @@ def run_conversion(unit: Unit, work: Path, results: Path, glue: str | None) -> N
     content["commands"] = programs.commands
     content["thread_seconds"] = programs.thread_seconds
     write_result(unit.result(results), content)
-    for stage in STAGES:  # 200 MB; the logs stay
+    for stage in stages:  # 300 MB; the logs stay
         shutil.rmtree(directory / stage, ignore_errors=True)
 
 
-def relative_error(directory: Path) -> float:
-    """Return the error of the attentions' outputs at the end of a transfer, the mean over the layers."""
+def relative_error(directory: Path) -> float | None:
+    """Return the error of the attentions' outputs at the end of a transfer, the mean over the layers.
+
+    The result is None for an attention that has nothing to learn in a transfer.
+    """
     curves = read_curves(directory / "tensorboard")
     errors = [curve.values[-1] for name, curve in curves.items() if name.startswith("./transfer_error/")]
-    return round(statistics.fmean(errors), 4)
+    return round(statistics.fmean(errors), 4) if errors else None
 
 
 def score_parts(checkpoint: Path, data: Path) -> dict[str, Any]:

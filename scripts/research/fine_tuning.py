@@ -160,15 +160,18 @@ def training_words(name: str, spec: str, seed: int, data: Path, start: Path, out
     ]
 
 
-def linearize(programs: Programs, step: str, unit: Unit, teacher: Path, data: Path, steps: int) -> Path:
+def linearize(
+    programs: Programs, step: str, unit: Unit, teacher: Path, data: Path, steps: int, distill: int = 0
+) -> Path:
     """Return the checkpoint of the teacher with the unit's attention, after so many steps of `linearize`; 0 swap it in.
 
-    The step names the directory of the checkpoint.
+    `steps` are those of the transfer, `distill` those of the distillation. `step` is the name of the checkpoint's
+    directory.
     """
     attention, options = parse_attention_spec(unit.spec)
     out = programs.directory / step
     words = ["lln_fairseq", "linearize", teacher, data, out, f"--attention={attention}"]
-    words += [f"--steps={steps}", f"--seed={unit.seed}", "--evaluate-rows=1"]
+    words += [f"--steps={steps}", f"--distill={distill}", f"--seed={unit.seed}", "--evaluate-rows=1"]
     if TASKS[unit.task].start is not None:
         words.append(f"--tokens={TASKS[unit.task].positions}")
     if options:

@@ -47,6 +47,8 @@ LABELS = {
     "reformer": "Reformer",
     "flash": "FLASH",
     "tnn": "TNN",
+    "block_diag_global_128": "blocks of 128 only, first text global",
+    "joint_offset_global_128": "LLN+Diag, joint, first text global, blocks of 128",
 }
 FLOOR_LABEL = "TF-IDF and logistic regression"
 CONTROL = "blocks only, first text global"  # the part "Diag only" of joint_offset_global
@@ -157,6 +159,8 @@ def conversion_table(
         rows.append([FLOOR_LABEL, *floor_cells, *("" for _ in times)])
     if any(cell.endswith("=") for row in rows for cell in row):
         notes.append("- =: the outputs are those of softmax (relative error 0) at the length of this task")
+    if accuracies(results, "distilled"):
+        notes.append("- three accuracies: swapped in → linearized → linearized and distilled")
     if any(row[0] == CONTROL for row in rows):
         notes.append(f"- {CONTROL}: the row above it without LLN; nothing of it can be trained")
     return "\n\n".join([markdown(rows), "\n".join(notes)]).strip()
@@ -176,12 +180,19 @@ def one_per_seed(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def conversion_cell(results: Sequence[dict[str, Any]]) -> str:
-    """Return "swapped → linearized" for the seeds of one attention and task, or "" if there is no score."""
+    """Return "swapped → linearized" for the seeds of one attention and task, or "" if there is no score.
+
+    A long task has "→ distilled" at its end.
+    """
     if not accuracies(results, "linearized"):
         return ""
     swapped = statistics.fmean(accuracies(results, "swapped"))
     cell = f"{swapped:.1f} → {mean_and_range(accuracies(results, 'linearized'))}"
-    if all(result["relative_error"] < SAME_AS_SOFTMAX for result in results):
+    distilled = accuracies(results, "distilled")
+    if distilled:
+        cell += f" → {mean_and_range(distilled)}"
+    errors = [result["relative_error"] for result in results]
+    if all(error is not None and error < SAME_AS_SOFTMAX for error in errors):
         cell += " ="
     return cell
 

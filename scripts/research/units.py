@@ -1,5 +1,7 @@
 """The units of the paper's Table 1 at the scale of one CPU thread: attentions, tasks and seeds."""
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +56,7 @@ LONG_TASKS = ("qnli16", "qnli64")
 REPORTED_TASKS = (*SHORT_TASKS, "qnli16")
 
 # The attention specs by the names of the units, in the order in which the units run.
+LONG_BLOCKS = "block_size=128,global_tokens=first_segment"
 JOINT = "lln_diag:mix=joint_offset,gain=learned,block_size=32"
 CONVERTED = {
     SOFTMAX: SOFTMAX,
@@ -75,9 +78,12 @@ CONVERTED = {
     "longformer": "longformer:one_sided_window=16",
     "flash": "flash",
     "tnn": "tnn",
+    "block_diag_global_128": f"block_diag:{LONG_BLOCKS}",
+    "joint_offset_global_128": f"lln_diag:mix=joint_offset,gain=learned,{LONG_BLOCKS}",
 }
+LONG_CONVERTED = ("joint_offset_global", "lln_diag", "elu")  # of long tasks, with the next two in three seeds
+WITH_LONG_BLOCKS = ("block_diag_global_128", "joint_offset_global_128")
 # The attentions of the fine-tuning units.
-LONG_BLOCKS = "block_size=128,global_tokens=first_segment"
 FINE_TUNED = {
     SOFTMAX: SOFTMAX,
     "block_diag_global": f"block_diag:{LONG_BLOCKS}",
@@ -144,25 +150,26 @@ def all_units() -> list[Unit]:
     """Return the units of the tables in the order in which they run, the most informative first."""
     units = [Unit(FLOOR, task, TF_IDF, 1) for task in (*SHORT_TASKS, *LONG_TASKS)]
     units += [Unit(PRETRAINING, "", attention, 1) for attention in TWO_SEEDS]
-    units += _conversions(1, tuple(CONVERTED), REPORTED_TASKS)
+    units += _conversions(1, [name for name in CONVERTED if name not in WITH_LONG_BLOCKS])
+    units += [Unit(CONVERSION, "qnli16", attention, 1) for attention in LONG_CONVERTED]
     units += [Unit(PRETRAINING, "", attention, 1) for attention in PRETRAINED if attention not in TWO_SEEDS]
     for seed in (2, 3):
-        units += _conversions(seed, THREE_SEEDS, SHORT_TASKS)
+        units += _conversions(seed, THREE_SEEDS)
     for seed in (1, 2, 3):
+        units += [Unit(CONVERSION, "qnli16", attention, seed) for attention in WITH_LONG_BLOCKS]
         units += [Unit(FINE_TUNING, "qnli16", attention, seed) for attention in FINE_TUNED]
     units += [Unit(FINE_TUNING, "qnli64", attention, 1) for attention in (SOFTMAX, "block_diag_global")]
     units += [Unit(PRETRAINING, "", attention, 2) for attention in TWO_SEEDS]
     return units
 
 
-def _conversions(seed: int, attentions: tuple[str, ...], tasks: tuple[str, ...]) -> list[Unit]:
-    """Return the conversion units of one seed, task by task. Attentions that are refused are tried on one task only."""
+def _conversions(seed: int, attentions: Iterable[str]) -> list[Unit]:
+    """Return the conversion units of one seed on the short tasks. Attentions that are refused are tried on one only."""
     units = []
-    for task in tasks:
-        for attention in attentions:
-            if attention in NOT_CONVERTIBLE and task != tasks[0]:
-                continue
-            if attention == "joint_offset_global" and task == "sst2":
-                continue  # the whole text of a row would be global
-            units.append(Unit(CONVERSION, task, attention, seed))
+    for task, attention in itertools.product(SHORT_TASKS, attentions):
+        if attention in NOT_CONVERTIBLE and task != SHORT_TASKS[0]:
+            continue
+        if attention == "joint_offset_global" and task == "sst2":
+            continue  # the whole text of a row would be global
+        units.append(Unit(CONVERSION, task, attention, seed))
     return units

@@ -328,6 +328,19 @@ def test_stages_can_be_added_to_a_finished_run(teacher, tmp_path, capsys):
     assert "holds a run with another softmax_layers: give another OUT" in capsys.readouterr().err
 
 
+def test_blocks_of_softmax_have_no_transfer(teacher, tmp_path, capsys):
+    path, data = teacher
+    blocks = ("--attention", "block_diag", "--option", "block_size=8", "--steps", 50)
+
+    assert run(path, data, tmp_path / "out", *blocks, "--distill", 3) == 0
+
+    report = capsys.readouterr().out
+    assert re.search(r"^stages +distillation \(3 steps\)", report, re.MULTILINE)
+    scores = printed_scores(report)
+    assert scores["after the transfer"] == scores["block_diag swapped in without training"]
+    assert "after the distillation" in scores
+
+
 def test_padding_does_not_change_the_losses(teacher):
     path, data = teacher
     model, _ = load_model(str(path), str(data))

@@ -27,7 +27,7 @@ TINY_UNIT = """
 from scripts.research import conversion, fine_tuning, pretraining, table1, units
 pretraining.MODEL = "nano"
 pretraining.VOCABULARY = 300
-conversion.STAGES["linearized"] = 120
+conversion.STAGES["linearized"] = (120, 0)
 units.TASKS["sst2"] = units.Task("SST-2", train=32, held_out=16, epochs=1)
 raise SystemExit(table1.main())
 """
@@ -143,7 +143,7 @@ def in_this_process(monkeypatch):
 
 
 def test_conversion_unit_scores_all_stages_and_parts(tmp_path, monkeypatch, in_this_process):
-    monkeypatch.setitem(conversion.STAGES, "linearized", 12)
+    monkeypatch.setitem(conversion.STAGES, "linearized", (12, 0))
     monkeypatch.setitem(units.TASKS, "sst2", Task("SST-2", train=32, held_out=16, epochs=1))
     work = tmp_path / "work"
     results = tmp_path / "results"
@@ -165,9 +165,7 @@ def test_conversion_unit_scores_all_stages_and_parts(tmp_path, monkeypatch, in_t
     assert not list(work.glob("conversion/*/*/model.pt"))
 
 
-def test_fine_tuning_unit_trains_softmax_and_linear_attention_from_the_same_start(
-    tmp_path, monkeypatch, in_this_process
-):
+def test_attentions_of_a_long_task_are_trained_from_the_same_start(tmp_path, monkeypatch, in_this_process):
     monkeypatch.setattr(fine_tuning, "TRANSFER_STEPS", 3)
     monkeypatch.setattr(fine_tuning, "VALIDATE_INTERVAL", 1)
     task = Task("SST-2", train=32, held_out=16, epochs=1, start="sst2", batch_size=16, positions=1100)
@@ -190,7 +188,11 @@ def test_fine_tuning_unit_trains_softmax_and_linear_attention_from_the_same_star
     assert contents["lln_diag"]["commands"]["linearized"].startswith(f"lln_fairseq linearize {start} ")
     words = contents["lln_diag"]["commands"]["train"].split()
     assert {"attention=lln_diag", "model.lln_diag_mix=average", "model.lln_diag_block_size=128"} <= set(words)
-    assert in_this_process.count("train sst2") == 1
+    monkeypatch.setattr(conversion, "LONG_STAGES", {"swapped": (0, 0), "linearized": (1, 0), "distilled": (1, 1)})
+    assert table1.main(["conversion", "long", "block_diag", *options]) == 0
+    scores = json.loads((tmp_path / "conversion" / "long_block_diag_seed1.json").read_text())["scores"]
+    assert scores.keys() == {"softmax", "swapped", "linearized", "distilled"}
+    assert in_this_process.count("train sst2") == in_this_process.count("train long") == 1
 
 
 def test_floor_unit_compares_the_words_of_a_pair(tmp_path, monkeypatch):
@@ -317,6 +319,9 @@ def test_report_has_means_ranges_and_the_control(tmp_path):
         unit = Unit("conversion", "qnli", "lln_diag", seed)
         stages = {**scores, "linearized": {"all": accuracy}}
         write_result(tmp_path, unit, seed=seed, scores=stages, relative_error=0.2)
+    stages = {**scores, "linearized": {"all": 0.68}, "distilled": {"all": 0.73}}
+    unit = Unit("conversion", "qnli16", "block_diag_global_128", 1)
+    write_result(tmp_path, unit, seed=1, scores=stages, relative_error=0.2)
     unit = Unit("conversion", "qnli", "joint_offset_global", 1)
     stages = {**scores, "linearized": {"all": 0.79}, "Diag only": {"all": 0.785}}
     write_result(tmp_path, unit, seed=1, scores=stages, relative_error=0.1)
@@ -345,21 +350,25 @@ def test_report_has_means_ranges_and_the_control(tmp_path):
     write_times(tmp_path / "times" / "fine_tuning.json", milliseconds)
     milliseconds = {"512": {"softmax": 2.0, units.CONVERTED["lln_diag"]: 3.0}}
     write_times(tmp_path / "times" / "conversion.json", milliseconds)
-    write_result(tmp_path, Unit("floor", "qnli16", "tf_idf", 1), scores={"tf_idf": {"test": 0.5}})
+    write_result(tmp_path, Unit("floor", "qnli16", "tf_idf", 1), scores={"tf_idf": {"test": 0.5, "all": 0.5}})
     write_result(tmp_path, Unit("floor", "qnli", "tf_idf", 1), seed=1, scores={"tf_idf": {"all": 0.58}})
 
     write_report(tmp_path)
 
     lines = (tmp_path / "table1.md").read_text().splitlines()
-    assert "| accuracy [%]: swapped in → linearized | QNLI, 48 tokens | time / softmax's, 512 tokens |" in lines
-    assert "| LLN+Diag, average (the paper's) | 60.0 → 71.0 (70.0–72.0) | 1.50 |" in lines
-    assert "| blocks only, first text global | 78.5 |  |" in lines
-    assert "| Reformer | 60.0 → 79.0 = |  |" in lines
+    assert (
+        "| accuracy [%]: swapped in → linearized | QNLI, 48 tokens | QNLI among 16, 48 tokens | time / softmax's, 512 tokens |"
+        in lines
+    )
+    assert "| LLN+Diag, average (the paper's) | 60.0 → 71.0 (70.0–72.0) |  | 1.50 |" in lines
+    assert "| blocks only, first text global | 78.5 |  |  |" in lines
+    assert "| Reformer | 60.0 → 79.0 = |  |  |" in lines
     assert (
         "| blocks only, first text global | 2 | 70.0 (70.0–70.0) | 74.0 (74.0–74.0) | 76.0 (75.0–77.0) | 60.0 (0.75) |"
     ) in lines
     assert "| TF-IDF and logistic regression |  |  |  | 50.0 |  |" in lines
-    assert "| TF-IDF and logistic regression | 58.0 |  |" in lines
+    assert "| TF-IDF and logistic regression | 58.0 | 50.0 |  |" in lines
+    assert "| blocks of 128 only, first text global |  | 60.0 → 68.0 → 73.0 |  |" in lines
     assert "- TNN: tnn replaces the layer" in lines
     assert "| softmax | 9.00 | 6.17 | 2 | float32 |" in lines
     assert (tmp_path / "conversion.png").stat().st_size > 5000
