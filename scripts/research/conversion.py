@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lln_fairseq.analysis.events import read_curves
+from lln_fairseq.attention import MECHANISMS
+from lln_fairseq.attention.registry import parse_attention_spec
 from scripts.research.fine_tuning import (
     SPLITS,
     TRANSFER_STEPS,
@@ -20,7 +22,7 @@ from scripts.research.fine_tuning import (
     score,
 )
 from scripts.research.programs import ProgramFailed, Programs, write_result
-from scripts.research.units import CONVERSION, SOFTMAX, TASKS, Unit
+from scripts.research.units import CONVERSION, NOT_CONVERTIBLE, SOFTMAX, TASKS, Unit
 
 LINEARIZED = "linearized"
 STAGES = {"swapped": (0, 0), LINEARIZED: (TRANSFER_STEPS, 0)}  # steps of the transfer and of the distillation
@@ -45,7 +47,7 @@ def run_conversion(unit: Unit, work: Path, results: Path, glue: str | None) -> N
     content = describe_unit(unit, data)
     scores = {SOFTMAX: score(programs, f"score {unit.task}", teacher, data)}
     content["scores"] = scores
-    stages = STAGES if TASKS[unit.task].start is None else LONG_STAGES
+    stages = unit_stages(unit)
     models = {}
     if unit.attention != SOFTMAX:
         try:
@@ -56,11 +58,14 @@ def run_conversion(unit: Unit, work: Path, results: Path, glue: str | None) -> N
                 raise
             content["refused"] = error.reason
         else:
-            linear = models[LINEARIZED]
             for stage, model in models.items():
                 scores[stage] = score(programs, f"score {stage}", model, data)
-            scores |= score_parts(linear, data)
-            content["relative_error"] = relative_error(linear.parent)
+            if LINEARIZED in models:
+                scores |= score_parts(models[LINEARIZED], data)
+                content["relative_error"] = relative_error(models[LINEARIZED].parent)
+            else:
+                scores[LINEARIZED] = scores["swapped"]
+                content["relative_error"] = None
     content["commands"] = programs.commands
     content["thread_seconds"] = programs.thread_seconds
     write_result(unit.result(results), content)
@@ -68,14 +73,20 @@ def run_conversion(unit: Unit, work: Path, results: Path, glue: str | None) -> N
         shutil.rmtree(directory / stage, ignore_errors=True)
 
 
-def relative_error(directory: Path) -> float | None:
-    """Return the error of the attentions' outputs at the end of a transfer, the mean over the layers.
+def unit_stages(unit: Unit) -> dict[str, tuple[int, int]]:
+    """Return STAGES or LONG_STAGES, without LINEARIZED if that model would be the swapped one."""
+    stages = dict(STAGES if TASKS[unit.task].start is None else LONG_STAGES)
+    attention, _ = parse_attention_spec(unit.spec)
+    if attention not in NOT_CONVERTIBLE and not MECHANISMS[attention].cls.learns_transfer:
+        del stages[LINEARIZED]
+    return stages
 
-    The result is None for an attention that has nothing to learn in a transfer.
-    """
+
+def relative_error(directory: Path) -> float:
+    """Return the error of the attentions' outputs at the end of a transfer, the mean over the layers."""
     curves = read_curves(directory / "tensorboard")
     errors = [curve.values[-1] for name, curve in curves.items() if name.startswith("./transfer_error/")]
-    return round(statistics.fmean(errors), 4) if errors else None
+    return round(statistics.fmean(errors), 4)
 
 
 def score_parts(checkpoint: Path, data: Path) -> dict[str, Any]:
