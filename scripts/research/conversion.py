@@ -26,7 +26,8 @@ from scripts.research.units import CONVERSION, NOT_CONVERTIBLE, SOFTMAX, TASKS, 
 
 LINEARIZED = "linearized"
 STAGES = {"swapped": (0, 0), LINEARIZED: (TRANSFER_STEPS, 0)}  # steps of the transfer and of the distillation
-LONG_STAGES = {**STAGES, "distilled": (TRANSFER_STEPS, 200)}  # of the tasks that start from a shorter one
+DISTILLED = "distilled"
+LONG_STAGES = {**STAGES, DISTILLED: (TRANSFER_STEPS, 200)}  # of the tasks that start from a shorter one
 # linearize prints these if the attention cannot be used. Other errors, such as a full disk, end the unit.
 REFUSALS = ("cannot replace a teacher's attention", "diverged to NaN")
 

@@ -12,6 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from lln_fairseq.errors import UserError
+from scripts.research.conversion import DISTILLED, LONG_STAGES
 from scripts.research.fine_tuning import TRAINED
 from scripts.research.units import (
     CONVERSION,
@@ -21,7 +22,7 @@ from scripts.research.units import (
     FLOOR,
     PRETRAINED,
     PRETRAINING,
-    REPORTED_TASKS,
+    SHORT_TASKS,
     SOFTMAX,
     TASKS,
     TF_IDF,
@@ -47,8 +48,6 @@ LABELS = {
     "reformer": "Reformer",
     "flash": "FLASH",
     "tnn": "TNN",
-    "block_diag_global_128": "blocks of 128 only, first text global",
-    "joint_offset_global_128": "LLN+Diag, joint, first text global, blocks of 128",
 }
 FLOOR_LABEL = "TF-IDF and logistic regression"
 CONTROL = "blocks only, first text global"  # the part "Diag only" of joint_offset_global
@@ -57,7 +56,6 @@ LABELS_OF_FINE_TUNED = {**LABELS, SOFTMAX: "softmax", "block_diag_global": CONTR
 CONVERSION_TIMES = Path("times/conversion.json")  # written by scripts.benchmarks.prediction, as the next one
 FINE_TUNING_TIMES = Path("times/fine_tuning.json")
 PRESET = "minilm"
-PICTURED_TASK = "qnli16"
 SAME_AS_SOFTMAX = 0.0005  # relative error below which an attention counts as softmax at the length of the task
 
 
@@ -79,9 +77,11 @@ def write_report(results: Path) -> None:
     if fine_tunings:
         times = read_times(results / FINE_TUNING_TIMES)
         for task in dict.fromkeys(result["task"] for result in fine_tunings):
-            sections.append(fine_tuning_table(select(fine_tunings, task=task), times, select(floors, task=task)))
-        if times:
-            draw_fine_tunings(select(fine_tunings, task=PICTURED_TASK), times, results / "fine_tuning.png")
+            of_task = select(fine_tunings, task=task)
+            converted = select(conversions, task=task)
+            sections.append(long_pairs_table(of_task, converted, times, select(floors, task=task)))
+            if times:
+                draw_long_pairs(of_task, converted, times, results / f"{task}.png")
     if pretrainings:
         sections.append(pretraining_table(pretrainings))
         draw_pretraining(pretrainings, results / "pretraining.png")
@@ -122,8 +122,8 @@ def accuracies(results: Sequence[dict[str, Any]], stage: str) -> list[float]:
 
 
 def held_out(results: Sequence[dict[str, Any]], stage: str) -> list[float]:
-    """Return the accuracies in percent on the rows of test, which no setting was chosen on."""
-    return [100 * result["scores"][stage]["test"] for result in results]
+    """Return the accuracies in percent on the rows of test, which no setting was chosen on, as `accuracies` does."""
+    return [100 * result["scores"][stage]["test"] for result in results if stage in result["scores"]]
 
 
 def conversion_table(
@@ -133,7 +133,7 @@ def conversion_table(
 
     The last columns have the share of softmax's time.
     """
-    tasks = [task for task in REPORTED_TASKS if select(results, task=task)]
+    tasks = [task for task in SHORT_TASKS if select(results, task=task)]
     titles = ["accuracy [%]: swapped in → linearized"]
     softmax = [SOFTMAX]
     for task in tasks:
@@ -159,8 +159,6 @@ def conversion_table(
         rows.append([FLOOR_LABEL, *floor_cells, *("" for _ in times)])
     if any(cell.endswith("=") for row in rows for cell in row):
         notes.append("- =: the outputs are those of softmax (relative error 0) at the length of this task")
-    if accuracies(results, "distilled"):
-        notes.append("- three accuracies: swapped in → linearized → linearized and distilled")
     if any(row[0] == CONTROL for row in rows):
         notes.append(f"- {CONTROL}: the row above it without LLN; nothing of it can be trained")
     return "\n\n".join([markdown(rows), "\n".join(notes)]).strip()
@@ -180,17 +178,11 @@ def one_per_seed(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def conversion_cell(results: Sequence[dict[str, Any]]) -> str:
-    """Return "swapped → linearized" for the seeds of one attention and task, or "" if there is no score.
-
-    A long task has "→ distilled" at its end.
-    """
+    """Return "swapped → linearized" for the seeds of one attention and task, or "" if there is no score."""
     if not accuracies(results, "linearized"):
         return ""
     swapped = statistics.fmean(accuracies(results, "swapped"))
     cell = f"{swapped:.1f} → {mean_and_range(accuracies(results, 'linearized'))}"
-    distilled = accuracies(results, "distilled")
-    if distilled:
-        cell += f" → {mean_and_range(distilled)}"
     errors = [result["relative_error"] for result in results]
     if all(error is not None and error < SAME_AS_SOFTMAX for error in errors):
         cell += " ="
@@ -212,29 +204,36 @@ def time_shares(times: dict[str, dict[str, float]], spec: str) -> list[str]:
     return shares
 
 
-def fine_tuning_table(
-    results: list[dict[str, Any]], times: dict[str, dict[str, float]], floors: list[dict[str, Any]]
+def long_pairs_table(
+    results: list[dict[str, Any]],
+    conversions: list[dict[str, Any]],
+    times: dict[str, dict[str, float]],
+    floors: list[dict[str, Any]],
 ) -> str:
-    """Return the table of the accuracies of the attentions that were trained with the labels of a long task.
+    """Return the table of the attentions of a long task: made linear without its labels, and trained with them.
 
-    The last columns have the time of a text, and its share of softmax's time.
+    Accuracies are those on test, except for the columns of the dev rows. The last columns have the time of a text, and
+    its share of softmax's time.
     """
     updates = list(results[0]["dev_accuracy"])  # the same for all
-    titles = [f"accuracy [%], {task_title(results[0]['task'], results)}", "seeds"]
-    titles += [f"dev after {update} updates" for update in updates]
-    titles += ["held-out", *(f"ms, {length} tokens" for length in times)]
+    titles = [f"accuracy [%], {task_title(results[0]['task'], results)}", *LONG_STAGES]
+    titles += [f"labels: dev after {update} updates" for update in updates]
+    titles += ["labels", *(f"ms, {length} tokens" for length in times)]
     rows = [titles]
     for attention, spec in FINE_TUNED.items():
-        chosen = select(results, attention=attention)
-        if not chosen:
+        converted = select(conversions, spec=spec)
+        trained = select(results, attention=attention)
+        cells = [mean_and_range(held_out(converted, stage)) for stage in LONG_STAGES]
+        cells += [mean_and_range([result["dev_accuracy"][update] for result in trained]) for update in updates]
+        cells.append(mean_and_range(held_out(trained, TRAINED)))
+        if not any(cells):
             continue
-        cells = [mean_and_range([result["dev_accuracy"][update] for result in chosen]) for update in updates]
-        cells.append(mean_and_range(held_out(chosen, TRAINED)))
         for milliseconds in times.values():
             cells.append(f"{milliseconds[spec]} ({milliseconds[spec] / milliseconds[SOFTMAX]:.2f})")
-        rows.append([LABELS_OF_FINE_TUNED[attention], str(len(chosen)), *cells])
+        rows.append([LABELS_OF_FINE_TUNED[attention], *cells])
     for accuracy in held_out(floors, TF_IDF):
-        rows.append([FLOOR_LABEL, "", *("" for _ in updates), f"{accuracy:.1f}", *("" for _ in times)])
+        empty = [""] * (len(LONG_STAGES) + len(updates))
+        rows.append([FLOOR_LABEL, *empty, f"{accuracy:.1f}", *("" for _ in times)])
     return markdown(rows)
 
 
@@ -255,7 +254,7 @@ def pretraining_table(results: list[dict[str, Any]]) -> str:
 
 def draw_conversions(results: list[dict[str, Any]], floors: list[dict[str, Any]], path: Path) -> None:
     """Draw the accuracies of every attention and task, one mark for each seed."""
-    tasks = [task for task in REPORTED_TASKS if select(results, task=task)]
+    tasks = [task for task in SHORT_TASKS if select(results, task=task)]
     names = [name for name in reversed(LABELS) if accuracies(select(results, attention=name), "linearized")]
     size = (2.6 * len(tasks) + 2.5, 0.28 * len(names) + 1.8)
     figure, panels = plt.subplots(1, len(tasks), figsize=size, sharey=True, squeeze=False)
@@ -282,25 +281,32 @@ def draw_conversions(results: list[dict[str, Any]], floors: list[dict[str, Any]]
     save(figure, path)
 
 
-def draw_fine_tunings(results: list[dict[str, Any]], times: dict[str, dict[str, float]], path: Path) -> None:
-    """Draw the held-out accuracies against the share of softmax's time at each length, one line for each attention."""
-    figure, axes = plt.subplots(figsize=(8, 4.5))
-    for attention, spec in FINE_TUNED.items():
-        values = held_out(select(results, attention=attention), TRAINED)
-        if not values:
-            continue
-        shares = [milliseconds[spec] / milliseconds[SOFTMAX] for milliseconds in times.values()]
-        mean = statistics.fmean(values)
-        spread = [[mean - min(values)], [max(values) - mean]]
-        label = f"{LABELS_OF_FINE_TUNED[attention]} ({len(values)} seeds)"
-        axes.plot(shares, [mean] * len(shares), "o-", label=label)
-        axes.errorbar(shares[:1], [mean], yerr=spread, color="gray", capsize=3)
-        for share, length in zip(shares, times, strict=True):
-            axes.annotate(length, (share, mean), textcoords="offset points", xytext=(0, 6), ha="center", fontsize=8)
-    axes.set_xlabel("time of a pair with so many tokens, relative to softmax")
-    axes.set_ylabel(f"held-out accuracy [%], {task_title(results[0]['task'], results)}")
-    axes.grid(alpha=0.3)
-    axes.legend()
+def draw_long_pairs(
+    results: list[dict[str, Any]],
+    conversions: list[dict[str, Any]],
+    times: dict[str, dict[str, float]],
+    path: Path,
+) -> None:
+    """Draw the accuracies on test of the attentions of a long task, and the share of softmax's time at each length."""
+    figure, (accuracy_axes, time_axes) = plt.subplots(1, 2, figsize=(10, 3.2), sharey=True)
+    names = list(reversed(FINE_TUNED))
+    for height, name in enumerate(names):
+        trained = held_out(select(results, attention=name), TRAINED)
+        accuracy_axes.plot(trained, [height] * len(trained), "o", color="C0")
+        distilled = held_out(select(conversions, spec=FINE_TUNED[name]), DISTILLED)
+        accuracy_axes.plot(distilled, [height] * len(distilled), "o", color="C0", fillstyle="none")
+    accuracy_axes.set_xlabel(f"accuracy [%], {task_title(results[0]['task'], results)}")
+    accuracy_axes.set_title("dots: trained with labels, rings: linearized and distilled", fontsize=9)
+    accuracy_axes.set_yticks(range(len(names)), [LABELS_OF_FINE_TUNED[name] for name in names])
+    accuracy_axes.set_ylim(-0.5, len(names) - 0.5)
+    for marker, (length, milliseconds) in zip("o^s", times.items(), strict=False):
+        shares = [milliseconds[FINE_TUNED[name]] / milliseconds[SOFTMAX] for name in names]
+        time_axes.plot(shares, range(len(names)), marker, color="C2", label=f"{length} tokens")
+    time_axes.set_xlabel("time of a pair, relative to softmax")
+    time_axes.set_xlim(left=0)
+    time_axes.legend(loc="lower left")
+    for axes in (accuracy_axes, time_axes):
+        axes.grid(alpha=0.3)
     save(figure, path)
 
 

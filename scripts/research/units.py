@@ -53,7 +53,6 @@ TASKS = {
 }
 SHORT_TASKS = ("qnli", "mnli", "qqp", "sst2")
 LONG_TASKS = ("qnli16", "qnli64")
-REPORTED_TASKS = (*SHORT_TASKS, "qnli16")
 
 # The attention specs by the names of the units, in the order in which the units run.
 LONG_BLOCKS = "block_size=128,global_tokens=first_segment"
@@ -81,8 +80,7 @@ CONVERTED = {
     "block_diag_global_128": f"block_diag:{LONG_BLOCKS}",
     "joint_offset_global_128": f"lln_diag:mix=joint_offset,gain=learned,{LONG_BLOCKS}",
 }
-LONG_CONVERTED = ("joint_offset_global", "lln_diag", "elu")  # of long tasks, with the next two in three seeds
-WITH_LONG_BLOCKS = ("block_diag_global_128", "joint_offset_global_128")
+WITH_LONG_BLOCKS = ("block_diag_global_128", "joint_offset_global_128")  # for long tasks
 # The attentions of the fine-tuning units.
 FINE_TUNED = {
     SOFTMAX: SOFTMAX,
@@ -151,7 +149,6 @@ def all_units() -> list[Unit]:
     units = [Unit(FLOOR, task, TF_IDF, 1) for task in (*SHORT_TASKS, *LONG_TASKS)]
     units += [Unit(PRETRAINING, "", attention, 1) for attention in TWO_SEEDS]
     units += _conversions(1, [name for name in CONVERTED if name not in WITH_LONG_BLOCKS])
-    units += [Unit(CONVERSION, "qnli16", attention, 1) for attention in LONG_CONVERTED]
     units += [Unit(PRETRAINING, "", attention, 1) for attention in PRETRAINED if attention not in TWO_SEEDS]
     for seed in (2, 3):
         units += _conversions(seed, THREE_SEEDS)
