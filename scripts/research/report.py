@@ -304,7 +304,7 @@ def draw_long_pairs(
         time_axes.plot(shares, range(len(names)), marker, color="C2", label=f"{length} tokens")
     time_axes.set_xlabel("time of a pair, relative to softmax")
     time_axes.set_xlim(left=0)
-    time_axes.legend(loc="lower left")
+    time_axes.legend(loc="upper left")
     for axes in (accuracy_axes, time_axes):
         axes.grid(alpha=0.3)
     save(figure, path)
