@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lln_fairseq.analysis.events import read_curves
+from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.attention.registry import parse_attention_spec
 from scripts.research.programs import TRAIN, Programs, choose_precision, locked, write_result
 from scripts.research.units import ENCODER_POSITIONS, FINE_TUNING, SOFTMAX, TASKS, Unit
@@ -22,7 +23,7 @@ TRAINED = "trained"  # the key of a fine-tuning unit's scores
 def run_fine_tuning(unit: Unit, work: Path, results: Path, glue: str | None) -> None:
     """Run what is missing of a unit, and write its result. The arguments are those of `conversion.run_conversion`.
 
-    lln_diag has new parameters, and first learns to imitate softmax. The other attentions have none.
+    An attention that can learn from softmax in a transfer does so first.
     """
     directory = work / FINE_TUNING / unit.name
     programs = Programs(directory, {work: "WORK", glue: "GLUE"})
@@ -31,7 +32,8 @@ def run_fine_tuning(unit: Unit, work: Path, results: Path, glue: str | None) -> 
         checkpoint = make_teacher(unit.task, unit.seed, work, glue, programs)
     else:
         start = make_start(unit.task, unit.seed, work, glue, programs)
-        if unit.spec.startswith("lln_diag"):
+        attention, _ = parse_attention_spec(unit.spec)
+        if MECHANISMS[attention].cls.learns_transfer:
             start = linearize(programs, "linearized", unit, start, data, TRANSFER_STEPS)
         trained = directory / "trained"
         words = training_words(unit.task, unit.spec, unit.seed, data, start, trained)
