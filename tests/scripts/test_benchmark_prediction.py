@@ -1,4 +1,5 @@
 import json
+import logging
 import os
 
 import pytest
@@ -9,9 +10,11 @@ from scripts.benchmarks import prediction as benchmark
 
 @pytest.fixture
 def offline(monkeypatch, tmp_path_factory):
-    """Keep Hugging Face's libraries from using the network and the user's cache."""
+    """Keep Hugging Face's libraries from using the network and the user's cache, and log again afterwards."""
     monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
     monkeypatch.setitem(os.environ, "HF_HOME", str(tmp_path_factory.mktemp("hf_home")))
+    yield
+    logging.disable(logging.NOTSET)  # the benchmark hides what is logged, and other tests read it
 
 
 @pytest.mark.exhaustive
