@@ -194,7 +194,8 @@ def report(results: Path) -> None:
         groups.setdefault(content["group"], []).append(content)
     if not groups:
         raise UserError(f"{results} has no results: run `python -m scripts.research.decay characters` first")
-    figure, panels = plt.subplots(1, len(groups), figsize=(5.5 * len(groups), 4.5), sharey=True, squeeze=False)
+    size = (5.5 * len(groups), 4.5)
+    figure, panels = plt.subplots(1, len(groups), figsize=size, sharey=True, squeeze=False)
     attentions = sorted({run["attention"] for runs in groups.values() for run in runs})
     for (group, runs), axes in zip(groups.items(), panels[0], strict=True):
         print(f"{group}: validation loss in bits\n{losses_table(runs)}\n")
@@ -256,10 +257,10 @@ def run_command(arguments: list[str]) -> int:
         metavar="NAME[:OPTION=VALUE,...]",
     )
     characters.add_argument("--seeds", nargs="+", type=int, default=[1], help="default: 1")
-    commands.add_parser("report", help="print the tables and draw the picture")
+    reporting = commands.add_parser("report", help="print the tables and draw the picture")
     commands.add_parser("recall", help="recall values by keys, see scripts.research.recall")
     commands.add_parser("train", help="train one model, see lln_fairseq train")
-    for command in commands.choices.values():
+    for command in (characters, reporting):
         command.add_argument("--results", type=Path, default=RESULTS / DECAY, help="(default: %(default)s)")
     args, overrides = parser.parse_known_args(arguments)
     if args.command == "report" and overrides:
