@@ -28,7 +28,8 @@ LINEARIZED = "linearized"
 STAGES = {"swapped": (0, 0), LINEARIZED: (TRANSFER_STEPS, 0)}  # steps of the transfer and of the distillation
 DISTILLED = "distilled"
 LONG_STAGES = {**STAGES, DISTILLED: (TRANSFER_STEPS, 200)}  # of the tasks that start from a shorter one
-# linearize prints these if the attention cannot be used. Other errors, such as a full disk, end the unit.
+# If linearize prints one of these, the result has its message as "refused". Other errors, such as a full disk, end the
+# unit.
 REFUSALS = ("cannot replace a teacher's attention", "diverged to NaN")
 
 
@@ -75,7 +76,10 @@ def run_conversion(unit: Unit, work: Path, results: Path, glue: str | None) -> N
 
 
 def unit_stages(unit: Unit) -> dict[str, tuple[int, int]]:
-    """Return STAGES or LONG_STAGES, without LINEARIZED if that model would be the swapped one."""
+    """Return the steps of the transfer and of the distillation by stage: LONG_STAGES for a task that has a shorter one.
+
+    LINEARIZED is left out for an attention that learns nothing in the transfer: its model would be the swapped one.
+    """
     stages = dict(STAGES if TASKS[unit.task].start is None else LONG_STAGES)
     attention, _ = parse_attention_spec(unit.spec)
     if attention not in NOT_CONVERTIBLE and not MECHANISMS[attention].cls.learns_transfer:
@@ -84,14 +88,14 @@ def unit_stages(unit: Unit) -> dict[str, tuple[int, int]]:
 
 
 def relative_error(directory: Path) -> float:
-    """Return the error of the attentions' outputs at the end of a transfer, the mean over the layers."""
+    """Return linearize's relative error of the attentions' outputs after its last step, the mean over the layers."""
     curves = read_curves(directory / "tensorboard")
     errors = [curve.values[-1] for name, curve in curves.items() if name.startswith("./transfer_error/")]
     return round(statistics.fmean(errors), 4)
 
 
 def score_parts(checkpoint: Path, data: Path) -> dict[str, Any]:
-    """Return the accuracies as in `score` with one part of a hybrid attention at a time, by the name of the part.
+    """Return the accuracies as in `score` with only one part of a hybrid attention in use, by the name of the part.
 
     `linearize` prints them on the dev rows only. The result is empty for an attention that has no parts.
     """
