@@ -60,7 +60,7 @@ WEIGHTS = {
 }
 BLOCK = 32
 INITIAL_TAU = (1.5, 4.0, 16.0, 256.0)  # tokens, for four heads; other numbers of heads are interpolated
-TINY = 1e-37  # the smallest weight of LLN relative to the largest one, so that its logarithm is finite
+TINY = 1e-37  # added to the weights of LLN, so that their logarithms are finite
 
 
 @dataclass
@@ -98,7 +98,7 @@ class DecayAttention(Attention):
         if self.config.weights == "lln":
             return lln_log_weights(q, k, padding)
         if self.config.weights == "softmax":
-            return q @ k.mT / math.sqrt(self.head_dim)
+            return softmax_logits(q, k)
         if self.config.weights == "blocks":
             return block_log_weights(q, k)
         if self.config.weights == "lion_d":
@@ -119,14 +119,17 @@ def lln_log_weights(q: Tensor, k: Tensor, padding: Tensor | None) -> Tensor:
     key_max = y.amax(dim=-2, keepdim=True)
     x = alpha[..., None, None] * q + key_max
     x = x - x.amax(dim=-1, keepdim=True)
-    return (x.exp() @ (y - key_max).exp().mT).clamp_min(TINY).log()
+    return (x.exp() @ (y - key_max).exp().mT + TINY).log()
 
 
 def block_log_weights(q: Tensor, k: Tensor) -> Tensor:
     """Return the logits of softmax within blocks, and -inf elsewhere, (B, H, N, N)."""
     block = torch.arange(q.shape[-2], device=q.device) // BLOCK
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    return scores.masked_fill(block[:, None] != block, float("-inf"))
+    return softmax_logits(q, k).masked_fill(block[:, None] != block, float("-inf"))
+
+
+def softmax_logits(q: Tensor, k: Tensor) -> Tensor:
+    return (q / math.sqrt(q.shape[-1])) @ k.mT
 
 
 def lion_features(x: Tensor) -> Tensor:
