@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -240,7 +241,8 @@ def check_restore_file(cfg: Any) -> None:
 
     fairseq trains from scratch if the --restore-file is missing. If it is in another directory than save_dir, fairseq
     loads it again whenever the run is restarted, and overwrites its progress: this is rejected once save_dir has a last
-    checkpoint. A run that can resume from save_dir no longer needs its --finetune-from-model.
+    checkpoint. A run that can resume from save_dir no longer needs its --finetune-from-model. If save_dir has lost only
+    its last checkpoint, fairseq starts from scratch and overwrites the others, which is rejected.
     """
     restore_file = cfg.checkpoint.restore_file
     save_dir = cfg.checkpoint.save_dir
@@ -249,6 +251,13 @@ def check_restore_file(cfg: Any) -> None:
     if pretrained and not os.path.isfile(last) and not PathManager.isfile(pretrained):
         raise UserError(f"--finetune-from-model {pretrained}: no such checkpoint")
     if restore_file == LAST:
+        others = list(Path(save_dir).glob("checkpoint*.pt"))
+        if others and not os.path.isfile(last) and not cfg.checkpoint.no_save:
+            newest = max(others, key=os.path.getmtime)
+            raise UserError(
+                f"{save_dir} has checkpoints but no {LAST}, and a new run would overwrite them: copy {newest.name} to "
+                f"{LAST} to resume from it, or use another --save-dir (checkpoint.save_dir)"
+            )
         return
     if not PathManager.isfile(restore_file):
         raise UserError(

@@ -167,6 +167,16 @@ def test_damaged_last_checkpoint_names_an_intact_one(run_copy, tmp_path, monkeyp
     assert "weights_only" not in str(caught.value)
 
 
+def test_missing_last_checkpoint_does_not_restart_the_run(run_copy, tmp_path, monkeypatch):
+    run_copy.checkpoint.unlink()
+    before = {path.name: path.read_bytes() for path in run_copy.save_dir.glob("*.pt")}
+
+    with pytest.raises(UserError, match=r"has checkpoints but no checkpoint_last.pt, .* copy checkpoint_.*\.pt to"):
+        train(monkeypatch, tmp_path / "log", run_copy.corpus, run_copy.save_dir, *RUN_OPTIONS, "--max-update", 4)
+
+    assert {path.name: path.read_bytes() for path in run_copy.save_dir.glob("*.pt")} == before
+
+
 OTHER_BATCHES = ("--batch-size", 4, "--update-freq", 2)
 
 
