@@ -11,16 +11,16 @@ own code, which you load with `AutoModel.from_pretrained(OUT, trust_remote_code=
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from lln_fairseq.checkpoints.compatibility import label_names
+from lln_fairseq.checkpoints.compatibility import check_tokenizer, label_names
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION
 from lln_fairseq.checkpoints.pooling import Pooling, pool_hidden_states, stored_pooling
-from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, plugin_state
 from lln_fairseq.checkpoints.run_tokenizer import FOLDER
 from lln_fairseq.conversion.directory import CONFIG, new_directory, write_large
 from lln_fairseq.conversion.model_card import model_card
@@ -45,7 +45,9 @@ from lln_fairseq.conversion.write_tokenizer import convert_tokenizer, find_token
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models.options import attention_options
-from lln_fairseq.text.special_symbols import PAD
+from lln_fairseq.text.special_symbols import BOS, EOS, MASK, NUM_SPECIAL, PAD
+from lln_fairseq.text.tokenizers import TOKENIZER_FILES
+from lln_fairseq.text.vocabulary import vocabulary_identity
 
 # Options of this project's models that fairseq's own RoBERTa does not have, with the values that it uses.
 STOCK_OPTIONS = {"attention": STOCK_ATTENTION, "softmax_layers": None, "layer_norm_eps": 1e-5}
@@ -87,12 +89,13 @@ def export(
         if data:
             data_directory = str(data)
         model, task = load_model(str(checkpoint), data_directory, dictionaries_only=True)
+        state = load_checkpoint_lazily(str(checkpoint))
         head, labels = _classification_head(model, task)
         args = _model_options(model)
         options = attention_options(args.attention, args)
         pooling = None
         if not head:
-            pooling = stored_pooling(load_checkpoint_lazily(str(checkpoint)))
+            pooling = stored_pooling(state)
         is_encoder = pooling is not None
         exported = convert_to_hugging_face(model.cpu().state_dict(), args, options, head, labels, is_encoder)
         directories = [checkpoint.parent / FOLDER, checkpoint.parent, Path(task.cfg.data), Path(task.cfg.data).parent]
@@ -100,6 +103,7 @@ def export(
         files: dict[str, bytes] = {}
         if source_files:
             symbols = task.source_dictionary.symbols
+            _check_same_tokenizer(source_files, symbols, state, str(tokenizer or task.cfg.data), str(checkpoint))
             files = convert_tokenizer(source_files, symbols, longest_exported_sequence(exported.config))
         has_tokenizer = TOKENIZER in files
         if pooling is not None:
@@ -130,13 +134,21 @@ def export(
 def _classification_head(model: Any, task: Any) -> tuple[str, tuple[str, ...]]:
     """Return the name of a fine-tuned model's classification head and its labels; ("", ()) if the task has no head.
 
-    Raises UserError if the model does not have the head of its task.
+    Raises UserError if the model does not have the head of its task, or was trained on texts without the special tokens
+    that the exported tokenizer writes.
     """
     name = getattr(task.cfg, "classification_head_name", "")
     if not name:
         return "", ()
     if name not in model.classification_heads:
         raise UserError(f"the model has no classification head {name}")
+    exported = {"init_token": BOS, "strip_eos": False}
+    if Path(task.cfg.data, "input1").is_dir():
+        exported["separator_token"] = EOS
+    for option, value in exported.items():
+        trained = getattr(task.cfg, option, value)
+        if trained != value:
+            raise UserError(f"{option}={trained} cannot be exported: Hugging Face's RoBERTa supports only {value}")
     return name, tuple(label_names(task))
 
 
@@ -157,6 +169,20 @@ def _tokenizer_files(tokenizer: Path | None, directories: list[Path]) -> dict[st
     if not files:
         raise UserError(f"{tokenizer} has no tokenizer")
     return files
+
+
+def _check_same_tokenizer(
+    files: Mapping[str, bytes], symbols: Sequence[str], state: Mapping[str, Any], where: str, checkpoint: str
+) -> None:
+    """Raise UserError if the files in `where` are not those of the tokenizer that the checkpoint was made with.
+
+    `symbols` are those of the task's dictionary, to which the task appended <mask> unless dict.txt has it.
+    """
+    kind = next(kind for kind, names in TOKENIZER_FILES.items() if set(names) == set(files))
+    dictionary = symbols[NUM_SPECIAL:]
+    without_mask = [symbol for symbol in dictionary if symbol != MASK]
+    if plugin_state(state).get("tokenizer") != vocabulary_identity(kind, files, dictionary):
+        check_tokenizer(state, vocabulary_identity(kind, files, without_mask), where, checkpoint)
 
 
 def _output_function(model: Any, head: str, pooling: Pooling | None) -> Callable[[Tensor], Outputs]:

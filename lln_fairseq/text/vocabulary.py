@@ -13,6 +13,7 @@ ids.
 
 import io
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -79,9 +80,7 @@ class Vocabulary:
 
     @cached_property
     def identity(self) -> str:
-        """A SHA-256 checksum over the kind and files of the tokenizer and the symbols of dict.txt, without counts."""
-        checksums = [sha256_bytes(content) for _, content in sorted(self.tokenizer.files.items())]
-        return sha256_bytes("\n".join([self.tokenizer.kind, *checksums, *self.symbols]).encode())
+        return vocabulary_identity(self.tokenizer.kind, self.tokenizer.files, self.symbols)
 
     def with_counts(self, counts: np.ndarray) -> "Vocabulary":
         """Return a copy of this vocabulary with these counts in dict.txt, one for each of fairseq's ids, (size,).
@@ -103,6 +102,12 @@ class Vocabulary:
             "files": {name: sha256_bytes(content) for name, content in self.tokenizer.files.items()},
             "dictionary": {"file": directory + DICTIONARY, "symbols": len(self.symbols)},
         }
+
+
+def vocabulary_identity(kind: str, files: Mapping[str, bytes], symbols: Sequence[str]) -> str:
+    """Return a SHA-256 checksum over the kind and files of a tokenizer and the symbols of dict.txt, without counts."""
+    checksums = [sha256_bytes(content) for _, content in sorted(files.items())]
+    return sha256_bytes("\n".join([kind, *checksums, *symbols]).encode())
 
 
 def new_vocabulary(tokenizer: Tokenizer) -> Vocabulary:

@@ -409,6 +409,17 @@ def test_fine_tuned_model_keeps_labels(attention, tmp_path, monkeypatch):
     assert "To be stated by" in card
 
 
+@pytest.mark.parametrize(
+    ("options", "message"), [(("--strip-eos",), "strip_eos=True"), (("--init-token", 2), "init_token=2")]
+)
+def test_other_special_tokens_are_rejected(options, message, tmp_path, monkeypatch):
+    data = make_classification(tmp_path / "data")
+    train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *CLASSIFICATION, *LLN, *options)
+
+    with pytest.raises(UserError, match=f"{message} cannot be exported"):
+        export(tmp_path / "run" / "checkpoint_last.pt", tmp_path / "out")
+
+
 def test_stock_fairseq_model_is_exported(tmp_path, monkeypatch):
     data = make_classification(tmp_path / "data")
     stock = ("--arch", "roberta", "--task", "sentence_prediction", "--max-update", 1)
@@ -569,6 +580,20 @@ def test_directory_without_usable_tokenizer_is_rejected(pretrain, tmp_path):
     with pytest.raises(UserError, match="the tokenizer does not fit the dictionary, which lacks"):
         export(checkpoint, tmp_path / "out", tokenizer=folder)
     assert not (tmp_path / "out").exists()
+
+
+def test_other_tokenizer_with_the_same_tokens_is_rejected(sources, tmp_path):
+    encoder = tmp_path / "encoder"
+    convert(sources["bert"][1], encoder, "softmax")
+    cased = tmp_path / "cased"
+    cased.mkdir()
+    content = json.loads((encoder / "tokenizer.json").read_text())
+    (cased / "tokenizer.json").write_text(json.dumps(content | {"normalizer": None}))
+
+    with pytest.raises(UserError, match=r"the tokenizer of .*cased is not the one that .*model\.pt was made with"):
+        export(encoder / "model.pt", tmp_path / "out", tokenizer=cased)
+
+    export(encoder / "model.pt", tmp_path / "out", tokenizer=encoder)
 
 
 def test_files_of_killed_run_are_removed(tmp_path):
