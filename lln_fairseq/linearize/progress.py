@@ -20,7 +20,7 @@ from lln_fairseq.terminal import progress_bar
 
 PROGRESS = "linearize.pt"  # the file next to model.pt from which a run resumes
 LR_OPTIONS = {"transfer": "--lr", "distillation": "--distill-lr"}  # by stage
-UNTIL_DISTILLATION = ("softmax_layers", "distill", "distill_lr")  # settings that may change until it has begun
+UNTIL_DISTILLATION = ("distill", "distill_lr")  # settings that may change until it has begun
 ALWAYS = ("evaluate_rows", "evaluate_texts")  # settings that may always change; all others may never
 LOG_INTERVAL = 10  # steps
 SAVE_INTERVAL = 50  # steps
@@ -63,6 +63,8 @@ class Progress:
         changeable: tuple[str, ...] = ALWAYS
         if "distillation" not in self.stages:
             changeable += UNTIL_DISTILLATION
+            if args.softmax_layers:  # without the option, layers that keep softmax would become linear
+                changeable += ("softmax_layers",)
         fixed = [key for key in differing if key not in changeable]
         if fixed:
             raise UserError(f"{args.out} holds a run with another {', another '.join(fixed)}: give another OUT")

@@ -328,6 +328,15 @@ def test_stages_can_be_added_to_a_finished_run(teacher, tmp_path, capsys):
     assert "holds a run with another softmax_layers: give another OUT" in capsys.readouterr().err
 
 
+def test_softmax_layers_are_not_forgotten(teacher, tmp_path, capsys):
+    path, data = teacher
+    assert run(path, data, tmp_path / "out", *OPTIONS, "--softmax-layers", "0") == 0
+
+    assert run(path, data, tmp_path / "out", *OPTIONS, "--distill", 3) == 1
+
+    assert "holds a run with another softmax_layers: give another OUT" in capsys.readouterr().err
+
+
 def test_blocks_of_softmax_have_no_transfer(teacher, tmp_path, capsys):
     path, data = teacher
     blocks = ("--attention", "block_diag", "--option", "block_size=8", "--steps", 50)
