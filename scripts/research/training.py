@@ -37,6 +37,7 @@ from lln_fairseq.training.recipes import CONFIGS
 from scripts import tables
 
 SAVE_DIR = "checkpoint.save_dir"
+SEED = "common.seed"
 START_MODEL = "checkpoint.finetune_from_model"
 LRA_ATTENTIONS = "softmax lln lln_diag performer reformer skyformer nystrom"
 DEFAULT_ATTENTION = "lln_diag"  # the default of configs/lra.yaml
@@ -161,6 +162,13 @@ def compose_config(recipe: str, overrides: list[str]) -> Any:
         raise UserError(" ".join(first_paragraph.split())) from None
 
 
+def seed_list(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split()]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'must be whole numbers with spaces between them, got "{text}"') from None
+
+
 def check_tasks(group: str, tasks: Iterable[str]) -> None:
     """Raise UserError unless configs/GROUP has a recipe for every task."""
     known = sorted(path.stem for path in (CONFIGS / group).glob("*.yaml") if path.stem != "recipe")
@@ -178,7 +186,7 @@ def finetune(checkpoint: str | None, task: str, seed: int, overrides: list[str])
         raise UserError(f"no such checkpoint: {checkpoint}")
     out = Path(last_value(SAVE_DIR, overrides) or Path(checkpoint).parent / "glue" / task / f"seed{seed}")
     start = format_override(START_MODEL, checkpoint)
-    call(train_words("finetune", out, [start, f"glue={task}", f"common.seed={seed}", *overrides]))
+    call(train_words("finetune", out, [start, f"glue={task}", f"{SEED}={seed}", *overrides]))
     score(out, ("valid1", "valid") if task == "mnli" else ("valid",))
 
 
@@ -186,7 +194,7 @@ def train_lra(attention: str, task: str, seed: int, overrides: list[str]) -> Non
     """Train on a task of the Long Range Arena, and score the splits valid and test."""
     check_tasks("lra", [task])
     out = Path(last_value(SAVE_DIR, overrides) or Path("runs/lra") / attention / task / f"seed{seed}")
-    call(train_words("lra", out, [f"lra={task}", f"common.seed={seed}", f"attention={attention}", *overrides]))
+    call(train_words("lra", out, [f"lra={task}", f"{SEED}={seed}", f"attention={attention}", *overrides]))
     score(out, ("valid", "test"))
 
 
@@ -195,8 +203,8 @@ def finetune_all(args: argparse.Namespace, overrides: list[str]) -> int:
     if last_value(SAVE_DIR, overrides):
         raise UserError("glue_all.sh does not accept checkpoint.save_dir: every task and seed has its own directory")
     check_tasks("glue", args.tasks.split())
-    for task, seed in itertools.product(args.tasks.split(), args.seeds.split()):
-        finetune(args.checkpoint, task, int(seed), overrides)
+    for task, seed in itertools.product(args.tasks.split(), args.seeds):
+        finetune(args.checkpoint, task, seed, overrides)
     return tables.main(["glue", str(Path(args.checkpoint).parent.parent)])
 
 
@@ -205,8 +213,8 @@ def train_lra_all(args: argparse.Namespace, overrides: list[str]) -> int:
     if last_value(SAVE_DIR, overrides) or last_value("attention", overrides):
         raise UserError("lra_all.sh accepts neither attention= nor checkpoint.save_dir=: use --attentions")
     check_tasks("lra", args.tasks.split())
-    for seed, task, attention in itertools.product(args.seeds.split(), args.tasks.split(), args.attentions.split()):
-        train_lra(attention, task, int(seed), overrides)
+    for seed, task, attention in itertools.product(args.seeds, args.tasks.split(), args.attentions.split()):
+        train_lra(attention, task, seed, overrides)
     return tables.main(["lra", "runs/lra"])
 
 
@@ -222,7 +230,8 @@ def main(argv: list[str] | None = None) -> int:
     if script.endswith("_all"):
         tasks = tables.LRA.tasks if is_lra else tables.GLUE.tasks
         parser.add_argument("--tasks", default=" ".join(tasks), help='default: "%(default)s"')
-        parser.add_argument("--seeds", default="1" if is_lra else "1 2 3 4 5", help='default: "%(default)s"')
+        seeds = "1" if is_lra else "1 2 3 4 5"
+        parser.add_argument("--seeds", type=seed_list, default=seeds, help='default: "%(default)s"')
     else:
         parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
     if script == "lra_all":
@@ -230,6 +239,8 @@ def main(argv: list[str] | None = None) -> int:
     args, overrides = parser.parse_known_args(arguments)
 
     def run() -> int:
+        if last_value(SEED, overrides):
+            raise UserError(f"use --seed or --seeds instead of {SEED}: every seed has its own directory")
         if script == "lra_all":
             return train_lra_all(args, overrides)
         if script == "glue_all":

@@ -5,6 +5,7 @@ import json
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
+from lln_fairseq.errors import UserError
 from scripts.research import compare_attentions
 from scripts.research.compare_attentions import comparison_table, plot_losses, read_results
 from tests.fairseq_runs import make_classification, make_corpus
@@ -121,6 +122,14 @@ def test_bad_arguments_end_in_one_line(arguments, message, capsys):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("override", ["attention=elu", "pretrain:common.seed=7"])
+def test_override_of_what_the_runs_differ_in_is_refused(override):
+    args = compare_attentions.parse_arguments([override])
+
+    with pytest.raises(UserError, match=r"use --(attentions|seeds) instead of"):
+        compare_attentions.Overrides(args)
+
+
 def test_runs_finish_and_are_not_repeated(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     corpus = make_corpus(tmp_path / "lm")

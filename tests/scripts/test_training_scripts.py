@@ -108,6 +108,7 @@ def test_help_shows_usage(name, tmp_path):
         (("finetune_sst2.sh",), "which checkpoint"),
         (("finetune_sst2.sh", "no.pt", "run=cpu"), "no such checkpoint: no.pt\n"),
         (("glue_all.sh", "any.pt", "checkpoint.save_dir=one"), "checkpoint.save_dir"),
+        (("glue_all.sh", "any.pt", "common.seed=7"), "use --seed or --seeds instead of common.seed"),
         (("glue_all.sh", "any.pt", "--tasks", "sst3"), "no such task: sst3 (known: cola demo "),
         (("lra.sh", "listop"), "no such task: listop (known: image "),
         (("lra_all.sh", "checkpoint.save_dir=one"), "checkpoint.save_dir"),
