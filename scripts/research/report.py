@@ -1,6 +1,7 @@
 """Write the tables and pictures of the units whose results exist."""
 
 import json
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from scripts.research.units import (
     FINE_TUNED,
     FINE_TUNING,
     FLOOR,
+    LONG_TASKS,
     PRETRAINED,
     PRETRAINING,
     SHORT_TASKS,
@@ -67,23 +69,24 @@ def write_report(results: Path) -> None:
     conversions = read_results(results / CONVERSION)
     pretrainings = read_results(results / PRETRAINING)
     floors = read_results(results / FLOOR)
-    if not conversions and not pretrainings:
+    fine_tunings = read_results(results / FINE_TUNING)
+    short = [result for result in conversions if result["task"] in SHORT_TASKS]
+    if not conversions and not fine_tunings and not pretrainings:
         raise UserError(f"{results} has no results: run `python -m scripts.research.table1 all --work DIRECTORY` first")
     sections = []
-    if conversions:
-        sections.append(conversion_table(conversions, floors, read_times(results / CONVERSION_TIMES)))
-        draw_conversions(conversions, floors, results / "conversion.png")
-    fine_tunings = read_results(results / FINE_TUNING)
-    if fine_tunings:
-        times = read_times(results / FINE_TUNING_TIMES)
-        for task in dict.fromkeys(result["task"] for result in fine_tunings):
-            of_task = select(fine_tunings, task=task)
-            converted = select(conversions, task=task)
-            sections.append(long_pairs_table(of_task, converted, times, select(floors, task=task)))
-            if times:
-                draw_long_pairs(of_task, converted, times, results / f"{task}.png")
+    if short:
+        sections.append(conversion_table(short, floors, read_times(results / CONVERSION_TIMES)))
+        draw_conversions(short, floors, results / "conversion.png")
+    times = read_times(results / FINE_TUNING_TIMES)
+    for task in LONG_TASKS:
+        trained = select(fine_tunings, task=task)
+        converted = select(conversions, task=task)
+        if trained or converted:
+            sections.append(long_pairs_table(task, trained, converted, times, select(floors, task=task)))
+            draw_long_pairs(task, trained, converted, times, results / f"{task}.png")
+    for updates in dict.fromkeys(tuple(result["updates"]) for result in pretrainings):
+        sections.append(pretraining_table(select(pretrainings, updates=list(updates))))
     if pretrainings:
-        sections.append(pretraining_table(pretrainings))
         draw_pretraining(pretrainings, results / "pretraining.png")
     text = "\n\n".join(sections) + "\n"
     (results / "table1.md").write_text(text, encoding="utf-8")
@@ -205,6 +208,7 @@ def time_shares(times: dict[str, dict[str, float]], spec: str) -> list[str]:
 
 
 def long_pairs_table(
+    task: str,
     results: list[dict[str, Any]],
     conversions: list[dict[str, Any]],
     times: dict[str, dict[str, float]],
@@ -215,8 +219,8 @@ def long_pairs_table(
     Accuracies are those on test, except for the columns of the dev rows. The last columns have the time of a text, and
     its share of softmax's time.
     """
-    updates = list(results[0]["dev_accuracy"])  # the same for all
-    titles = [f"accuracy [%], {task_title(results[0]['task'], results)}", *LONG_STAGES]
+    updates = list(dict.fromkeys(update for result in results for update in result["dev_accuracy"]))
+    titles = [f"accuracy [%], {task_title(task, [*results, *conversions])}", *LONG_STAGES]
     titles += [f"labels: dev after {update} updates" for update in updates]
     titles += ["labels", *(f"ms, {length} tokens" for length in times)]
     rows = [titles]
@@ -228,8 +232,8 @@ def long_pairs_table(
         cells.append(mean_and_range(held_out(trained, TRAINED)))
         if not any(cells):
             continue
-        for milliseconds in times.values():
-            cells.append(f"{milliseconds[spec]} ({milliseconds[spec] / milliseconds[SOFTMAX]:.2f})")
+        for milliseconds, share in zip(times.values(), time_shares(times, spec), strict=True):
+            cells.append(f"{milliseconds[spec]} ({share})" if share else "")
         rows.append([LABELS_OF_FINE_TUNED[attention], *cells])
     for accuracy in held_out(floors, TF_IDF):
         empty = [""] * (len(LONG_STAGES) + len(updates))
@@ -238,12 +242,15 @@ def long_pairs_table(
 
 
 def pretraining_table(results: list[dict[str, Any]]) -> str:
-    """Return the table of the bits per masked token after so many million tokens, and of the thread time."""
+    """Return the table of the bits per masked token after so many million tokens, and of the thread time.
+
+    The results have the same updates.
+    """
     updates = results[0]["updates"]
     millions = [update * results[0]["tokens_per_update"] / 1e6 for update in updates]
     rows = [["bits after million tokens", *(f"{value:.1f}" for value in millions), "thread minutes", "precision"]]
     for attention in PRETRAINED:
-        chosen = [result for result in select(results, attention=attention) if result["updates"] == updates]
+        chosen = select(results, attention=attention)
         if not chosen:
             continue
         cells = [mean_and_range([result["bits"][index] for result in chosen], 2) for index in range(len(updates))]
@@ -282,6 +289,7 @@ def draw_conversions(results: list[dict[str, Any]], floors: list[dict[str, Any]]
 
 
 def draw_long_pairs(
+    task: str,
     results: list[dict[str, Any]],
     conversions: list[dict[str, Any]],
     times: dict[str, dict[str, float]],
@@ -295,12 +303,12 @@ def draw_long_pairs(
         accuracy_axes.plot(trained, [height] * len(trained), "o", color="C0")
         distilled = held_out(select(conversions, spec=FINE_TUNED[name]), DISTILLED)
         accuracy_axes.plot(distilled, [height] * len(distilled), "o", color="C0", fillstyle="none")
-    accuracy_axes.set_xlabel(f"accuracy [%], {task_title(results[0]['task'], results)}")
+    accuracy_axes.set_xlabel(f"accuracy [%], {task_title(task, [*results, *conversions])}")
     accuracy_axes.set_title("dots: trained with labels, rings: linearized and distilled", fontsize=9)
     accuracy_axes.set_yticks(range(len(names)), [LABELS_OF_FINE_TUNED[name] for name in names])
     accuracy_axes.set_ylim(-0.5, len(names) - 0.5)
     for marker, (length, milliseconds) in zip("o^s", times.items(), strict=False):
-        shares = [milliseconds[FINE_TUNED[name]] / milliseconds[SOFTMAX] for name in names]
+        shares = [milliseconds.get(FINE_TUNED[name], math.nan) / milliseconds[SOFTMAX] for name in names]
         time_axes.plot(shares, range(len(names)), marker, color="C2", label=f"{length} tokens")
     time_axes.set_xlabel("time of a pair, relative to softmax")
     time_axes.set_xlim(left=0)

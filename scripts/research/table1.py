@@ -105,6 +105,10 @@ def run_command(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     lln_fairseq.register()
     args.work = args.work.resolve()
+    if args.glue:
+        args.glue = str(Path(args.glue).resolve())
+    if args.text:
+        args.text = str(Path(args.text).resolve())
     if args.command == "all":
         return run_missing(args)
     unit = Unit(args.command, args.task, args.attention, args.seed)

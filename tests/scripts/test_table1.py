@@ -372,6 +372,25 @@ def test_report_has_means_ranges_and_the_control(tmp_path):
     assert (tmp_path / "pretraining.png").stat().st_size > 5000
 
 
+def test_report_of_one_long_conversion_and_two_schedules(tmp_path):
+    unit = Unit("conversion", "qnli16", "block_diag_global_128", 1)
+    stages = {"swapped": {"test": 0.6}, "linearized": {"test": 0.68}, "distilled": {"test": 0.73}}
+    write_result(tmp_path, unit, spec=unit.spec, scores=stages)
+    write_times(tmp_path / "times" / "fine_tuning.json", {"564": {"softmax": 80.0}})
+    for attention, updates in (("softmax", [500, 1000]), ("tnn", [1, 2])):
+        content = {"tokens_per_update": 4096, "thread_seconds": [60, 120], "precision": "float32", "probe": {}}
+        write_result(
+            tmp_path, Unit("pretraining", "", attention, 1), seed=1, updates=updates, bits=[9.0, 8.0], **content
+        )
+
+    write_report(tmp_path)
+
+    text = (tmp_path / "table1.md").read_text()
+    assert "| blocks only, first text global | 60.0 | 68.0 | 73.0 |  |  |" in text
+    assert "| softmax | 9.00 | 8.00 | 2 | float32 |" in text
+    assert "| tnn | 9.00 | 8.00 | 2 | float32 |" in text
+
+
 def test_every_converted_attention_has_a_label():
     assert {"softmax", *LABELS, *units.WITH_LONG_BLOCKS} == set(units.CONVERTED)
 
