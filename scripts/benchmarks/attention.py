@@ -34,6 +34,7 @@ from scripts.benchmarks.meter import (
     OutOfMemory,
     Spread,
     add_device_options,
+    can_measure_resident_peak,
     copy_bandwidth,
     device_name,
     growth,
@@ -241,6 +242,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         args.heads = 2
         args.head_dim = 32
         args.repeats = 1
+    args.memory = args.memory and (args.device == "cuda" or can_measure_resident_peak())
     try:
         for name in args.attentions:
             attention_function(name, args)

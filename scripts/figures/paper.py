@@ -518,7 +518,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--fast", action="store_true", help="use tiny sizes, to test the program")
     args = parser.parse_args(argv)
-    return draw_figures(args.only, args.out, Settings(args.fast, dict(args.run)))
+    runs = dict(args.run)
+    if len(runs) < len(args.run):
+        parser.error("several runs have the same label: give --run LABEL=DIR")
+    return draw_figures(args.only, args.out, Settings(args.fast, runs))
 
 
 if __name__ == "__main__":
