@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,23 +47,27 @@ def layer_scalars(attention: Attention, q: Tensor, k: Tensor, context: Context =
 
 
 @contextmanager
-def observe(model: nn.Module) -> Iterator[list[Tensor]]:
+def observe(model: nn.Module) -> Iterator[list[list[Tensor]]]:
     """Compute the `layer_scalars` of every attention that the model calls inside the `with` block.
 
-    The list that is yielded is empty at first. Each call of an attention appends one vector (6,) to it.
+    The list that is yielded has an empty list for each attention of the model, in the order of the layers. Each call
+    appends one vector (6,) to the list of its attention. An attention can be called twice, for two towers or by the
+    backward pass with activation checkpointing, or not at all, because of LayerDrop.
     """
-    observed: list[Tensor] = []
-
-    def append_scalars(module: Attention, inputs: tuple[Any, ...]) -> None:
-        q, k, _, *context = inputs
-        observed.append(layer_scalars(module, q, k, *context))
-
+    observed: list[list[Tensor]] = []
     hooks = []
     for module in model.modules():
         if isinstance(module, Attention):
-            hooks.append(module.register_forward_pre_hook(append_scalars))
+            calls: list[Tensor] = []
+            observed.append(calls)
+            hooks.append(module.register_forward_pre_hook(partial(_append_scalars, calls)))
     try:
         yield observed
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _append_scalars(calls: list[Tensor], attention: Attention, inputs: tuple[Any, ...]) -> None:
+    q, k, _, *context = inputs
+    calls.append(layer_scalars(attention, q, k, *context))

@@ -23,8 +23,8 @@ from lln_fairseq.training.loss_scale import LossScaleMonitor
 from lln_fairseq.training.run_identity import result_settings
 from lln_fairseq.training.worker import is_first_worker
 
-SCALARS = "layer_scalars"  # key of the logging output: the scalars, summed over batches
-COUNT = "layer_scalars_count"  # key of the logging output: the number of batches in the sum
+SCALARS = "layer_scalars"  # key of the logging output: the scalars of each layer (layers, 6), summed over its calls
+COUNT = "layer_scalars_count"  # key of the logging output: the number of calls of each layer (layers, 1)
 TENSORBOARD_RUN = "attention"  # directory next to fairseq's train_inner, train and valid
 
 # The panels of the paper's figures for TensorBoard's custom scalars; tags are selected by regular expressions.
@@ -56,8 +56,8 @@ class LayerScalars:
     """Logs the scalars of every layer's attention every --log-interval updates, and fp16's overflows and loss scale.
 
     The scalars are added to fairseq's logging output of a batch. fairseq sums them over batches and workers, so their
-    means are correct with gradient accumulation and several workers. `cfg` is the configuration of the task, and
-    `loss_scale` counts the overflows.
+    means are correct with gradient accumulation and several workers. A layer that LayerDrop left out has no value in
+    that update. `cfg` is the configuration of the task, and `loss_scale` counts the overflows.
     """
 
     def __init__(self, cfg: Any, loss_scale: LossScaleMonitor) -> None:
@@ -68,12 +68,11 @@ class LayerScalars:
         self._writer: Any = None
 
     @contextmanager
-    def observe(self, model: nn.Module, updates: int) -> Iterator[list[Tensor]]:
+    def observe(self, model: nn.Module, updates: int) -> Iterator[list[list[Tensor]]]:
         """Compute the scalars of every attention that the model calls inside the `with` block.
 
-        Each call of an attention appends one tensor (6,), in the order of `layer_scalars.NAMES`, to the list that is
-        yielded. Without --tensorboard-logdir, and in updates that are not logged, the list stays empty. `updates` is
-        the number of completed updates.
+        The list that is yielded is that of `layer_scalars.observe`. Without --tensorboard-logdir, and in updates that
+        are not logged, it is empty. `updates` is the number of completed updates.
         """
         self._updates = updates
         self.is_training = True
@@ -83,11 +82,16 @@ class LayerScalars:
         with layer_scalars.observe(model) as layers:
             yield layers
 
-    def add_to(self, log: dict[str, Any], layers: list[Tensor]) -> dict[str, Any]:
+    def add_to(self, log: dict[str, Any], layers: list[list[Tensor]]) -> dict[str, Any]:
         """Return a copy of a batch's logging output with the scalars in `layers`, or `log` itself if there are none."""
         if not layers:
             return log
-        return {**log, SCALARS: torch.stack(layers).double(), COUNT: 1}
+        totals = torch.zeros(len(layers), len(layer_scalars.NAMES), dtype=torch.float64)
+        for total, calls in zip(totals, layers, strict=True):
+            for scalars in calls:
+                total += scalars.cpu()
+        counts = torch.tensor([[len(calls)] for calls in layers], dtype=torch.float64)
+        return {**log, SCALARS: totals, COUNT: counts}
 
     def log(self, logging_outputs: list[dict[str, Any]]) -> None:
         """Log fp16's overflows and loss scale, and write the mean of the layer scalars over all batches and workers.
@@ -102,7 +106,7 @@ class LayerScalars:
             metrics.log_derived("inverse_loss_scale", _inverse_loss_scale, priority=705)
         observed = [log for log in logging_outputs if SCALARS in log]
         if observed and is_first_worker():
-            count = sum(float(log[COUNT]) for log in observed)
+            count = sum(log[COUNT] for log in observed)
             total = sum(log[SCALARS] for log in observed)
             self._write_layers((total / count).tolist(), self._updates + 1)
 

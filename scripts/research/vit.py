@@ -332,7 +332,7 @@ class ViTRun:
         probe, _ = next(self.splits["valid"].batches(PROBE_PICTURES))
         with torch.no_grad(), observe(self.model) as layers:
             self.model(probe.to(self.device))
-        pairs = [scalars[ALPHA_BETA].tolist() for scalars in layers]
+        pairs = [calls[0][ALPHA_BETA].tolist() for calls in layers]
         loss_scale = self.scaler.get_scale() if self.recipe.fp16 else None
         self.history.append(
             {

@@ -49,6 +49,18 @@ def test_layer_scalars_are_written_at_log_interval(attention, names, corpus, tmp
         check_panels(tmp_path / "tb" / "attention", [*written_tags, "inverse_loss_scale"])
 
 
+@pytest.mark.parametrize("options", ["--checkpoint-activations", "--encoder-layerdrop 0.5 --update-freq 2"])
+def test_layers_keep_their_numbers(options, corpus, tmp_path, monkeypatch):
+    options = (*split_options(options), "--attention", "lln", "--log-interval", 1)
+    curves = run(monkeypatch, corpus, tmp_path, *options)
+
+    sigmas = {tag for tag in curves if tag.startswith("attention/sigma_q/")}
+    assert sigmas == {"attention/sigma_q/layer_00", "attention/sigma_q/layer_01"}
+    plain = run(monkeypatch, corpus, tmp_path / "plain", "--attention", "lln", "--log-interval", 1)
+    if "--checkpoint-activations" in options:
+        assert all(curves[tag].values == pytest.approx(plain[tag].values) for tag in sigmas)
+
+
 def check_panels(directory, tags):
     """Check that every panel of the paper's layout shows at least one of the tags."""
     (value,) = read_summaries(directory.iterdir(), CONFIG_SUMMARY_TAG)
