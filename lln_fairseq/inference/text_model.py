@@ -27,6 +27,7 @@ from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import build_model, require_finite, use_precision
 from lln_fairseq.models.adapt import extended_rotary_base
 from lln_fairseq.models.linear_choice import FLOAT32
+from lln_fairseq.models.lln_roberta import complete_config
 from lln_fairseq.text.special_symbols import MASK, NUM_SPECIAL
 from lln_fairseq.text.text_ids import (
     CHUNK_CHARACTERS,
@@ -429,7 +430,7 @@ def _set_positions(config: Any, positions: int, checkpoint: str) -> None:
     changes = {
         "max_positions": positions,  # of the model and of a classification
         "tokens_per_sample": positions,  # of masked language modeling
-        "rotary_base": extended_rotary_base(config.model, positions),
+        "rotary_base": extended_rotary_base(complete_config(config.model), positions),
     }
     overwrite_args_by_name(config, changes)
 

@@ -12,6 +12,7 @@ from typing import Any, Optional
 
 import numpy as np
 import torch
+from fairseq import models
 from fairseq.data import BaseWrapperDataset, SortDataset, data_utils
 from fairseq.tasks import register_task
 from fairseq.tasks.sentence_prediction import SentencePredictionConfig, SentencePredictionTask
@@ -87,8 +88,29 @@ class FirstSegmentLengths(BaseWrapperDataset):
         return torch.stack(list(samples))
 
 
+class ClassifierTask(SentencePredictionTask):
+    """fairseq's task, whose models can have two towers, and more positions than the task."""
+
+    def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
+        """Build the model with its head, after setting cfg.two_towers and cfg.max_positions in place.
+
+        fairseq's task gives the model its own max_positions, which cuts the positions of a checkpoint of longer texts.
+        Here, this is only the smallest number. With two_towers, a model that is not one of this package raises
+        UserError.
+        """
+        with open_dict(cfg) if OmegaConf.is_config(cfg) else nullcontext():
+            cfg.max_positions = max(self.cfg.max_positions, getattr(cfg, "max_positions", None) or 0)
+            if self.cfg.two_towers or "two_towers" in cfg:
+                cfg.two_towers = self.cfg.two_towers
+        model = models.build_model(cfg, self, from_checkpoint)
+        model.register_classification_head(self.cfg.classification_head_name, num_classes=self.cfg.num_classes)
+        if self.cfg.two_towers and not isinstance(model, LLNRobertaModel):
+            raise UserError("two_towers needs a model of this package: --arch lln_roberta_base (model._name)")
+        return model
+
+
 @register_task("lln_sentence_prediction", dataclass=LLNSentencePredictionConfig)
-class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
+class LLNSentencePredictionTask(HookedTask, ClassifierTask):
     """The task lln_sentence_prediction. Its data has the directories input0, label and, for pairs, input1."""
 
     @classmethod
@@ -106,6 +128,8 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
         require_same_symbols(*(path for path in dictionaries if path.is_file()))
         if cfg.num_classes < 1:
             raise UserError("the number of classes is missing: set --num-classes (task.num_classes)")
+        if cfg.regression_target and cfg.num_classes > 1:
+            raise UserError(f"a regression has one target: set task.num_classes=1, got {cfg.num_classes}")
         if not cfg.regression_target:
             require_files(cfg.data, "label/dict.txt")
             read_symbols(Path(cfg.data, "label/dict.txt"))
@@ -193,19 +217,6 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
                 f"split '{splits[0]}' of {self.cfg.data} has one row: its correlations are 0 in every epoch, so they "
                 "cannot choose the best checkpoint. Use more rows, or checkpoint.best_checkpoint_metric=loss"
             )
-
-    def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
-        """Build the model, after setting cfg.two_towers in place to the task's option two_towers.
-
-        With two_towers, a model that is not one of this package raises UserError.
-        """
-        if self.cfg.two_towers or "two_towers" in cfg:
-            with open_dict(cfg) if OmegaConf.is_config(cfg) else nullcontext():
-                cfg.two_towers = self.cfg.two_towers
-        model = super().build_model(cfg, from_checkpoint)
-        if self.cfg.two_towers and not isinstance(model, LLNRobertaModel):
-            raise UserError("two_towers needs a model of this package: --arch lln_roberta_base (model._name)")
-        return model
 
     def too_long_advice(self, limit: int) -> str:
         return (

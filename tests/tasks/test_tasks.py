@@ -107,6 +107,25 @@ def test_only_stock_fairseq_makes_samples_longer_than_tokens_per_sample(name, lo
     assert task.dataset("valid").sizes[0].max() == longest
 
 
+@pytest.mark.parametrize(("model_positions", "expected"), [(None, 16), (8, 16), (64, 64)])
+def test_model_keeps_more_positions_than_the_task(model_positions, expected, tmp_path):
+    task = make_classifier("lln_sentence_prediction", make_classification(tmp_path), max_positions=16)
+    sizes = {"encoder_layers": 1, "encoder_embed_dim": 8, "encoder_ffn_embed_dim": 8, "encoder_attention_heads": 2}
+    config = OmegaConf.create({"_name": "lln_roberta", "max_positions": model_positions, **sizes})
+
+    model = task.build_model(config)
+
+    assert model.max_positions() == config.max_positions == expected
+    assert model.encoder.sentence_encoder.embed_positions.num_embeddings == expected + 2
+    assert task.max_positions() == 16
+
+
+def test_regression_has_one_target(tmp_path):
+    data = make_classification(tmp_path)
+    with pytest.raises(UserError, match=r"a regression has one target: set task\.num_classes=1, got 2"):
+        make_task("lln_sentence_prediction", data, num_classes=2, regression_target=True)
+
+
 def test_num_classes_must_match_labels(tmp_path):
     data = make_classification(tmp_path, sizes=(("valid", 5),))
     with pytest.raises(UserError, match=r"num_classes must be .*label/dict\.txt, 2 \(0, 1\), got 3"):
