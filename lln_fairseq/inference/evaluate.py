@@ -23,6 +23,7 @@ from lln_fairseq.checkpoints.reading import load_checkpoint
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import add_precision_option, build_model, require_finite, use_precision
 from lln_fairseq.scores import ClassCounts, pearson, spearman
+from lln_fairseq.text.text_ids import BATCH_TOKENS
 
 METRIC_FORMATS = {  # in the order in which the metrics are printed
     "accuracy": "accuracy {:.2%}",
@@ -63,6 +64,8 @@ def load_finetuned_model(checkpoint: str, data: str | None = None) -> tuple[Any,
 def compute_outputs(model: Any, task: Any, split: str, batch_size: int = 64) -> SplitOutputs:
     """Compute a fine-tuned model's outputs for every row of a split, which is loaded into the task.
 
+    A batch has at most `batch_size` rows and BATCH_TOKENS tokens, padding included, or one longer row.
+
     The model must be in evaluation mode. UserError is raised if the split cannot be loaded, a row is longer than the
     model takes, or the outputs for a row are not finite.
     """
@@ -70,7 +73,12 @@ def compute_outputs(model: Any, task: Any, split: str, batch_size: int = 64) -> 
     dataset = task.dataset(split)
     lengths = np.maximum.reduce(dataset.sizes)  # `sizes` is a list of arrays (rows,)
     require_short_rows(lengths, task.max_positions(), split)
-    batches = task.get_batch_iterator(dataset, max_sentences=batch_size, max_positions=task.max_positions())
+    batches = task.get_batch_iterator(
+        dataset,
+        max_tokens=max(BATCH_TOKENS, int(lengths.max())),
+        max_sentences=batch_size,
+        max_positions=task.max_positions(),
+    )
     outputs = score_batches(model, task, split, batches.next_epoch_itr(shuffle=False))
     if len(outputs.logits) != len(dataset):
         raise RuntimeError(f"scored {len(outputs.logits)} of {len(dataset)} rows of split '{split}'")
