@@ -62,10 +62,10 @@ class Overrides:
         self.tasks = [DEMO]
         self.pretrain: list[str] = []
         self.finetune: list[str] = []
-        groups = {override.rpartition(":")[2].partition("=")[0] for override in args.overrides}
-        for group, option in (("attention", "--attentions"), ("common.seed", "--seeds")):
-            if group in groups:
-                raise UserError(f"use {option} instead of {group}=, which would be the same for all runs")
+        groups = {override.partition("=")[0] for override in args.overrides}
+        for key, option in (("attention", "--attentions"), ("common.seed", "--seeds")):
+            if groups & {key, f"pretrain:{key}", f"finetune:{key}"}:
+                raise UserError(f"use {option} instead of {key}=, which would be the same for all runs")
         overrides = list(args.overrides)
         if "model" not in groups:
             overrides.append("model=nano")
