@@ -60,6 +60,14 @@ def test_observe_sees_every_call_and_changes_nothing(name):
         torch.testing.assert_close(scalars, calls[0], rtol=0, atol=0, equal_nan=True)
 
 
+def test_observe_numbers_the_attentions_by_the_model():
+    model = torch.nn.ModuleList([build("lln"), build("lln")])
+    q, k, v = random_qkv()
+    with observe(model) as observed:
+        model[1](q, k, v, NO_CONTEXT)  # as if LayerDrop had left out the first layer
+    assert [len(calls) for calls in observed] == [0, 1]
+
+
 def test_observe_sees_the_padding():
     attention = build("lln")
     q, k, v = random_qkv()

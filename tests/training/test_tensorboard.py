@@ -13,6 +13,7 @@ from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_s
 
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.analysis.layer_scalars import NAMES
+from lln_fairseq.training.tensorboard import COUNT, SCALARS, LayerScalars
 from tests.fairseq_runs import LLN, MASKED_LM, split_options, train
 
 
@@ -59,6 +60,15 @@ def test_layers_keep_their_numbers(options, corpus, tmp_path, monkeypatch):
     plain = run(monkeypatch, corpus, tmp_path / "plain", "--attention", "lln", "--log-interval", 1)
     if "--checkpoint-activations" in options:
         assert all(curves[tag].values == pytest.approx(plain[tag].values) for tag in sigmas)
+
+
+def test_every_layer_is_averaged_over_its_own_calls():
+    two_calls = [torch.full((6,), 1.0), torch.full((6,), 3.0)]
+    log = LayerScalars(cfg=None, loss_scale=None).add_to({"loss": 2.0}, [[], two_calls])
+
+    assert log["loss"] == 2.0
+    assert log[COUNT].tolist() == [[0], [2]]
+    assert log[SCALARS].tolist() == [[0.0] * 6, [4.0] * 6]
 
 
 def check_panels(directory, tags):
