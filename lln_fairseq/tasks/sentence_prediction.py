@@ -89,13 +89,13 @@ class FirstSegmentLengths(BaseWrapperDataset):
 
 
 class ClassifierTask(SentencePredictionTask):
-    """fairseq's task, whose models can have two towers, and more positions than the task."""
+    """fairseq's task with another `build_model`, in a class of its own so that HookedTask's comes before it."""
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
-        """Build the model with its head, after setting cfg.two_towers and cfg.max_positions in place.
+        """Build the model with its head, after setting two_towers and max_positions in `cfg`, its options, in place.
 
-        fairseq's task gives the model its own max_positions, which cuts the positions of a checkpoint of longer texts.
-        Here, this is only the smallest number. With two_towers, a model that is not one of this package raises
+        The model gets at least as many positions as the task. fairseq's task gives it exactly as many, which cuts the
+        positions of a checkpoint of longer texts. With two_towers, a model that is not one of this package raises
         UserError.
         """
         with open_dict(cfg) if OmegaConf.is_config(cfg) else nullcontext():
@@ -153,8 +153,9 @@ class LLNSentencePredictionTask(HookedTask, ClassifierTask):
         """Load a split into self.datasets, and return the data set. It is shuffled unless --no-shuffle is set.
 
         With `group_by_length`, a shuffled data set is sorted by length, and rows of the same length stay shuffled. A
-        warning says how many rows are cut to max_positions, if any are. Samples then also have the lengths of the first
-        segments of the uncut rows, as `first_lengths`. With `combine`, the data of split1, split2, ... are appended.
+        warning says how many rows are cut to max_positions, if any are. If so, samples also have the lengths of the
+        first segments of the uncut rows, as `first_lengths`. With `combine`, the data of split1, split2, ... are
+        appended.
 
         UserError is raised if files of the split are damaged, do not fit the dictionaries or have different numbers of
         rows, if a training split has no labels, or if two_towers or strip_eos does not fit the inputs.

@@ -176,7 +176,7 @@ def task_title(task: str, results: Sequence[dict[str, Any]]) -> str:
 
 
 def one_per_seed(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one result of each seed. All results of a task and seed have the scores of the same softmax model."""
+    """Return one of a task's results for each seed, because all of a seed have the scores of the same softmax model."""
     return list({result["seed"]: result for result in results}.values())
 
 
@@ -193,7 +193,7 @@ def conversion_cell(results: Sequence[dict[str, Any]]) -> str:
 
 
 def read_times(path: Path) -> dict[str, dict[str, float]]:
-    """Return the milliseconds of a text by its length and the attention spec, or {} if they were not measured."""
+    """Return {length: {attention spec: milliseconds of a text}}, or {} if they were not measured."""
     if not path.exists():
         return {}
     return json.loads(path.read_text())["milliseconds"][PRESET]
@@ -214,10 +214,10 @@ def long_pairs_table(
     times: dict[str, dict[str, float]],
     floors: list[dict[str, Any]],
 ) -> str:
-    """Return the table of the attentions of a long task: made linear without its labels, and trained with them.
+    """Return the table of the attentions of a long task, linearized without its labels, and trained with them.
 
-    Accuracies are those on test, except for the columns of the dev rows. The last columns have the time of a text, and
-    its share of softmax's time.
+    `conversions` are the results of the former, `results` those of the latter. Accuracies are those on test, except for
+    the columns of the dev rows. The last columns have the time of a text, and its share of softmax's time.
     """
     updates = list(dict.fromkeys(update for result in results for update in result["dev_accuracy"]))
     titles = [f"accuracy [%], {task_title(task, [*results, *conversions])}", *LONG_STAGES]
@@ -242,9 +242,9 @@ def long_pairs_table(
 
 
 def pretraining_table(results: list[dict[str, Any]]) -> str:
-    """Return the table of the bits per masked token after so many million tokens, and of the thread time.
+    """Return the table of the bits per masked token at every validation, and of the CPU time.
 
-    The results have the same updates.
+    All results must have been validated after the same updates.
     """
     updates = results[0]["updates"]
     millions = [update * results[0]["tokens_per_update"] / 1e6 for update in updates]
