@@ -1,6 +1,7 @@
 """A pre-training unit: train a small encoder from scratch on Wikipedia text, with configs/corpus/wikipedia_cpu.yaml.
 
 The units see the same tokens in the same order, with the same masks: these depend on the data and the seed only.
+Most of them end early, with the learning rates of the whole schedule until then.
 """
 
 import json
@@ -14,9 +15,10 @@ from lln_fairseq.attention import LAYER_REGISTRY
 from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.files import write_bytes
 from scripts.research.programs import TRAIN, Programs, choose_precision, locked, write_result
-from scripts.research.units import PRETRAINING, Unit
+from scripts.research.units import PRETRAINING, TWO_SEEDS, Unit
 
 UPDATES = 5000
+EARLY = 5  # a unit that ends early has one in so many updates
 VALIDATIONS = 10  # evenly spaced; the last checkpoint is as old as the last validation
 VOCABULARY = 8000
 MODEL = "small"
@@ -31,7 +33,7 @@ def run_pretraining(unit: Unit, work: Path, results: Path, text: str | None, upd
         work: directory of the data and of this unit.
         results: directory of the results.
         text: archive or directory of text in WikiText's form; None downloads WikiText-103.
-        updates: number of updates.
+        updates: number of updates of the schedule, see `last_update`.
     """
     directory = work / PRETRAINING / unit.name
     programs = Programs(directory, {work: "WORK", text: "TEXT"})
@@ -66,6 +68,13 @@ def run_pretraining(unit: Unit, work: Path, results: Path, text: str | None, upd
     write_result(unit.result(results), content)
 
 
+def last_update(unit: Unit, updates: int) -> int:
+    """Return the last update of a unit: `updates` for the first seed of TWO_SEEDS, an early one for all others."""
+    if unit.attention in TWO_SEEDS and unit.seed == 1:
+        return updates
+    return max(1, updates // EARLY)
+
+
 def training_arguments(unit: Unit, data: Path, directory: Path, updates: int, precision: str) -> list[str]:
     """Return the module and the arguments that train the unit, or continue its training."""
     attention, options = parse_attention_spec(unit.spec)
@@ -79,7 +88,8 @@ def training_arguments(unit: Unit, data: Path, directory: Path, updates: int, pr
         f"attention={attention}",
         *(f"model.{attention}_{key}={value}" for key, value in options.items()),
         f"task.data={data}",
-        f"optimization.max_update={updates}",
+        f"optimization.max_update={last_update(unit, updates)}",
+        f"lr_scheduler.total_num_update={updates}",
         f"lr_scheduler.warmup_updates={updates // 50}",
         f"dataset.validate_interval_updates={interval}",
         f"checkpoint.save_interval_updates={interval}",

@@ -84,8 +84,8 @@ def write_report(results: Path) -> None:
         if trained or converted:
             sections.append(long_pairs_table(task, trained, converted, times, select(floors, task=task)))
             draw_long_pairs(task, trained, converted, times, results / f"{task}.png")
-    for updates in dict.fromkeys(tuple(result["updates"]) for result in pretrainings):
-        sections.append(pretraining_table(select(pretrainings, updates=list(updates))))
+    for interval in dict.fromkeys(result["updates"][0] for result in pretrainings):
+        sections.append(pretraining_table([result for result in pretrainings if result["updates"][0] == interval]))
     if pretrainings:
         draw_pretraining(pretrainings, results / "pretraining.png")
     text = "\n\n".join(sections) + "\n"
@@ -242,20 +242,30 @@ def long_pairs_table(
 
 
 def pretraining_table(results: list[dict[str, Any]]) -> str:
-    """Return the table of the bits per masked token at every validation, and of the CPU time.
+    """Return the table of the bits per masked token at every validation.
 
-    All results must have been validated after the same updates.
+    The last columns have the thread time on each processor until the last validation that all results have. The results
+    must have been validated at the same intervals. A cell is empty if no seed was trained so far or there.
     """
-    updates = results[0]["updates"]
-    millions = [update * results[0]["tokens_per_update"] / 1e6 for update in updates]
-    rows = [["bits after million tokens", *(f"{value:.1f}" for value in millions), "thread minutes", "precision"]]
+    updates = max((result["updates"] for result in results), key=len)
+    millions = [f"{update * results[0]['tokens_per_update'] / 1e6:.1f}" for update in updates]
+    shortest = min(len(result["updates"]) for result in results)
+    processors = list(dict.fromkeys(result["processor"]["name"] for result in results))
+    titles = ["bits after million tokens", *millions]
+    titles += [f"thread minutes for {millions[shortest - 1]}, {processor}" for processor in processors]
+    rows = [[*titles, "precision"]]
     for attention in PRETRAINED:
         chosen = select(results, attention=attention)
         if not chosen:
             continue
-        cells = [mean_and_range([result["bits"][index] for result in chosen], 2) for index in range(len(updates))]
-        minutes = mean_and_range([result["thread_seconds"][-1] / 60 for result in chosen], 0)
-        rows.append([attention, *cells, minutes, chosen[0]["precision"]])
+        cells = []
+        for index in range(len(updates)):
+            cells.append(mean_and_range([result["bits"][index] for result in chosen if index < len(result["bits"])], 2))
+        for processor in processors:
+            timed = [result for result in chosen if result["processor"]["name"] == processor]
+            cells.append(mean_and_range([result["thread_seconds"][shortest - 1] / 60 for result in timed], 0))
+        cells.append(", ".join(sorted({result["precision"] for result in chosen})))
+        rows.append([attention, *cells])
     return markdown(rows)
 
 
@@ -319,8 +329,12 @@ def draw_long_pairs(
 
 
 def draw_pretraining(results: list[dict[str, Any]], path: Path) -> None:
-    """Draw the bits against the tokens and the thread time, and row entropy and spectral gap (means of the layers)."""
+    """Draw the bits against the tokens and the thread time, and row entropy and spectral gap (means of the layers).
+
+    The times are those on the processor with most results.
+    """
     figure, ((by_tokens, by_time), (entropies, gaps)) = plt.subplots(2, 2, figsize=(10, 8))
+    timed = statistics.mode(result["processor"]["name"] for result in results)
     for result in results:
         color = f"C{list(PRETRAINED).index(result['attention'])}"
         style = "-" if result["seed"] == 1 else ":"
@@ -328,7 +342,8 @@ def draw_pretraining(results: list[dict[str, Any]], path: Path) -> None:
         tokens = [update * scale for update in result["updates"]]
         minutes = [seconds / 60 for seconds in result["thread_seconds"]]
         by_tokens.plot(tokens, result["bits"], style, color=color, label=f"{result['attention']}, {result['seed']}")
-        by_time.plot(minutes, result["bits"], style, color=color)
+        if result["processor"]["name"] == timed:
+            by_time.plot(minutes, result["bits"], style, color=color)
         for name, axes in (("entropy", entropies), ("spectral_gap", gaps)):
             if name in result["probe"]:
                 curves = dict(result["probe"][name])
@@ -337,7 +352,7 @@ def draw_pretraining(results: list[dict[str, Any]], path: Path) -> None:
                 axes.plot(tokens, means, style, color=color)
     for axes in (by_tokens, entropies, gaps):
         axes.set_xlabel("tokens [million]")
-    by_time.set_xlabel("thread time [minutes]")
+    by_time.set_xlabel(f"thread time [minutes], {timed}")
     by_tokens.set_ylabel("held-out loss [bits per masked token]")
     entropies.set_ylabel("row entropy [bits]")
     gaps.set_ylabel("spectral gap")

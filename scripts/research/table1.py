@@ -137,7 +137,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_argument("--work", type=Path, required=True, help="directory of data, checkpoints and logs")
         command.add_argument("--glue", help="directory or archive with the GLUE tasks (default: download)")
         command.add_argument("--text", help="directory or archive in WikiText's form (default: download)")
-        command.add_argument("--updates", type=at_least_one, default=UPDATES, help="of pre-training (%(default)s)")
+        command.add_argument(
+            "--updates", type=at_least_one, default=UPDATES, help="of pre-training's schedule (%(default)s)"
+        )
     commands.add_parser("list", help="print the units")
     commands.add_parser("report", help="write the tables and pictures of the results")
     for command in commands.choices.values():

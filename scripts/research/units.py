@@ -102,7 +102,7 @@ PRETRAINED = {
     "flash": "flash",
     "tnn": "tnn",
 }
-TWO_SEEDS = (SOFTMAX, "lln_diag")
+TWO_SEEDS = (SOFTMAX, "lln_diag")  # their first seed is trained to the end of the schedule
 TF_IDF = "tf_idf"
 SPECS = {CONVERSION: CONVERTED, FINE_TUNING: FINE_TUNED, PRETRAINING: PRETRAINED, FLOOR: {TF_IDF: TF_IDF}}
 

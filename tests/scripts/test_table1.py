@@ -338,6 +338,7 @@ def test_report_has_means_ranges_and_the_control(tmp_path):
             tokens_per_update=4096,
             bits=bits,
             thread_seconds=[60, 120],
+            processor={"name": "Xeon"},
             precision="float32",
             probe=probe,
         )
@@ -372,6 +373,44 @@ def test_report_has_means_ranges_and_the_control(tmp_path):
     assert (tmp_path / "pretraining.png").stat().st_size > 5000
 
 
+def test_report_of_pretrainings_that_end_early(tmp_path):
+    curves = (
+        ("softmax", 1, "EPYC", [9.0, 8.0, 7.0]),
+        ("softmax", 2, "Xeon", [9.5, 8.2]),
+        ("tnn", 1, "Xeon", [9.2, 8.4]),
+    )
+    for attention, seed, processor, bits in curves:
+        write_result(
+            tmp_path,
+            Unit("pretraining", "", attention, seed),
+            seed=seed,
+            updates=[500, 1000, 1500][: len(bits)],
+            tokens_per_update=4096,
+            bits=bits,
+            thread_seconds=[60 * seed, 240, 300][: len(bits)],
+            processor={"name": processor},
+            precision="bfloat16",
+            probe={},
+        )
+
+    write_report(tmp_path)
+
+    lines = (tmp_path / "table1.md").read_text().splitlines()
+    times = " | ".join(f"thread minutes for 4.1, {processor}" for processor in ("EPYC", "Xeon"))
+    assert f"| bits after million tokens | 2.0 | 4.1 | 6.1 | {times} | precision |" in lines
+    assert "| softmax | 9.25 (9.00–9.50) | 8.10 (8.00–8.20) | 7.00 | 4 | 4 | bfloat16 |" in lines
+    assert "| tnn | 9.20 | 8.40 |  |  | 4 | bfloat16 |" in lines
+
+
+def test_only_first_seeds_of_softmax_and_lln_diag_are_pretrained_to_the_end():
+    pretrainings = [unit for unit in units.all_units() if unit.kind == units.PRETRAINING]
+    whole = [unit.name for unit in pretrainings if pretraining.last_update(unit, 5000) == 5000]
+    assert whole == ["softmax_seed1", "lln_diag_seed1"]
+    arguments = pretraining.training_arguments(pretrainings[-1], Path("data"), Path("out"), 5000, "float32")
+    assert {"optimization.max_update=1000", "lr_scheduler.total_num_update=5000"} <= set(arguments)
+    assert {"lr_scheduler.warmup_updates=100", "dataset.validate_interval_updates=500"} <= set(arguments)
+
+
 def test_report_of_one_long_conversion_and_two_schedules(tmp_path):
     unit = Unit("conversion", "qnli16", "block_diag_global_128", 1)
     stages = {"swapped": {"test": 0.6}, "linearized": {"test": 0.68}, "distilled": {"test": 0.73}}
@@ -379,6 +418,7 @@ def test_report_of_one_long_conversion_and_two_schedules(tmp_path):
     write_times(tmp_path / "times" / "fine_tuning.json", {"564": {"softmax": 80.0}})
     for attention, updates in (("softmax", [500, 1000]), ("tnn", [1, 2])):
         content = {"tokens_per_update": 4096, "thread_seconds": [60, 120], "precision": "float32", "probe": {}}
+        content["processor"] = {"name": "Xeon"}
         write_result(
             tmp_path, Unit("pretraining", "", attention, 1), seed=1, updates=updates, bits=[9.0, 8.0], **content
         )
