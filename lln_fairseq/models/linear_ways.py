@@ -27,13 +27,14 @@ class Way:
     """
 
     precision: ClassVar[str] = FLOAT32
+    gelu_dtype: ClassVar[torch.dtype] = torch.float32  # of results after GELU; inputs can have it, too
 
     def __init__(self, weight: Tensor, bias: Tensor) -> None:
         self.weight = weight
         self.bias = bias
 
     def __call__(self, x: Tensor, gelu: bool = False) -> Tensor:
-        """Return the result for x (..., in_features) in float32, after GELU if `gelu` is true."""
+        """Return the result for x (..., in_features) in float32, or after GELU in `gelu_dtype` if `gelu` is true."""
         raise NotImplementedError
 
 
@@ -59,7 +60,7 @@ class OneDNNWay(Way):
         algorithm = "none" if gelu else ""  # "none" is the exact GELU, not its approximation by tanh
         x = x.to(self.dtype)
         out = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, activation, [], algorithm)
-        return out.float()
+        return out.to(self.gelu_dtype if gelu else torch.float32)
 
 
 class BFloat16Way(OneDNNWay):
@@ -67,6 +68,7 @@ class BFloat16Way(OneDNNWay):
 
     precision = "bfloat16"
     dtype = torch.bfloat16
+    gelu_dtype = torch.bfloat16  # the next layer would round it anyway
 
 
 class Int8Way(Way):

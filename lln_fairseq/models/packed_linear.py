@@ -39,7 +39,9 @@ class PackedWeights:
         """Return True if no gradient, autocast or tracing needs torch's own operation for x (..., in_features)."""
         if torch.is_grad_enabled() or is_traced_or_transformed(x, *self._parameters()):
             return False
-        if x.dtype != torch.float32 or x.device.type != "cpu" or x.numel() == 0 or torch.is_autocast_enabled("cpu"):
+        if x.dtype not in (torch.float32, self.way.gelu_dtype):
+            return False
+        if x.device.type != "cpu" or x.numel() == 0 or torch.is_autocast_enabled("cpu"):
             return False
         for layer in self.layers:
             weight = layer.weight

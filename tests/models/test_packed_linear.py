@@ -348,6 +348,23 @@ def test_model_in_low_precision_is_near_float(attention, way, monkeypatch):
     assert 0 < (actual - expected).norm() / expected.norm() < 0.05
 
 
+def test_feed_forward_part_stays_in_bfloat16_and_no_bit_changes(monkeypatch):
+    if working_way(WAYS["bfloat16"], torch.randn(64, 64), torch.zeros(64)) is None:
+        pytest.skip("bfloat16 does not work on this processor")
+    monkeypatch.setenv("LLN_LINEAR", "torch,bfloat16")
+    model = build_model(**SIZES)
+    layers = model.encoder.sentence_encoder.layers
+    pack_linear_layers(model, layers, "bfloat16")
+    dtypes = []
+    layers[0].fc1.register_forward_hook(lambda _module, _inputs, output: dtypes.append(output.dtype))
+    with torch.no_grad():
+        actual = model(padded_tokens(), features_only=True)[0]
+        monkeypatch.setattr(WAYS["bfloat16"], "gelu_dtype", torch.float32)
+        expected = model(padded_tokens(), features_only=True)[0]
+    assert dtypes == [torch.bfloat16, torch.float32]
+    assert torch.equal(actual, expected)
+
+
 def test_projections_are_one_product_unless_they_have_hooks(kernel_calls):
     model = packed_copy(build_model(**SIZES))
     attention = model.encoder.sentence_encoder.layers[0].self_attn
