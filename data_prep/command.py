@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lln_fairseq.command import run_main
-from lln_fairseq.terminal import print_status
+from lln_fairseq.terminal import at_least_one, print_status
 from lln_fairseq.text.encode import usable_cores
 
 
@@ -18,7 +18,7 @@ def add_tokenizer_option(parser: argparse.ArgumentParser) -> None:
 def add_build_options(parser: argparse.ArgumentParser) -> None:
     """Add the options --workers, by default the number of cores, and --overwrite."""
     parser.add_argument(
-        "--workers", type=int, default=usable_cores(), help="processes (default: number of cores, %(default)s)"
+        "--workers", type=at_least_one, default=usable_cores(), help="processes (default: number of cores, %(default)s)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing result in the output directory")
 

@@ -7,6 +7,7 @@ lln-fairseq evaluate CHECKPOINT --split valid,test --json 'scores/{split}.json'
 import argparse
 import json
 import math
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -234,6 +235,7 @@ def main(argv: list[str]) -> None:
     for file in (args.json, args.predict):
         if file and not file.parent.is_dir():  # checked first, because the evaluation takes long
             raise UserError(f"cannot write {file}: no such directory: {file.parent}")
+    warnings.filterwarnings("ignore", "'pin_memory' argument is set as true")  # fairseq sets it on a CPU, too
     model, task = load_finetuned_model(args.checkpoint, args.data)
     use_precision(model, args.precision)
     for split in splits:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
+from lln_fairseq.checkpoints.compatibility import check_tokenizer
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.errors import UserError, first_line
 from lln_fairseq.linearize.attention_transfer import TokenStream
 from lln_fairseq.linearize.layerwise import HeldOutSet
@@ -15,6 +17,7 @@ from lln_fairseq.linearize.progress import Progress, assert_finite
 from lln_fairseq.linearize.softmax_layers import Distance, encoder_distance, layer_list, mixed_attentions
 from lln_fairseq.models import LLNRobertaModel
 from lln_fairseq.text.checks import check_lines
+from lln_fairseq.text.vocabulary import recorded_identity
 
 HELD_OUT_COUNT = 64  # held-out texts of each length, unless --evaluate-texts gives another number
 FEWEST_HELD_OUT = 8  # texts of the longest length
@@ -29,11 +32,14 @@ class TextLinearization(Linearization):
     def __init__(self, args: argparse.Namespace, progress: Progress, model: LLNRobertaModel, task: Any) -> None:
         """Read the text, print a summary of the run, and compute the teacher's vectors of the held-out texts.
 
-        `task` is the teacher's, whose dictionary the text must have.
+        `task` is the teacher's, whose dictionary and tokenizer the text must have.
         """
         if args.evaluate_rows is not None:
             raise UserError("--evaluate-rows is for a fine-tuned TEACHER with the DATA of its task: leave it out")
         super().__init__(args, progress, model, model.max_positions())
+        teacher = str(args.teacher)
+        identity = recorded_identity(text_directory(args.data))
+        check_tokenizer(load_checkpoint_lazily(teacher), identity, str(args.data), teacher)
         self.train_texts = read_texts(args.data, "train", task.source_dictionary)
         valid_texts = read_texts(args.data, "valid", task.source_dictionary)
         self.print_summary(f"{len(self.train_texts.tokens):,} tokens")
@@ -104,6 +110,12 @@ def held_out_count(count: int, length: int) -> int:
     return max(count * MEDIUM_LENGTH // length, min(count, FEWEST_HELD_OUT))
 
 
+def text_directory(data: Path) -> Path:
+    """Return DATA, or the directory of the first sentences if it is binarized for sentence_prediction."""
+    first = data / "input0"
+    return first if first.is_dir() else data
+
+
 def read_texts(data: Path, split: str, dictionary: Any) -> TokenStream:
     """Read the token ids of a split, as one stream of at most about MAX_TOKENS ids.
 
@@ -116,7 +128,7 @@ def read_texts(data: Path, split: str, dictionary: Any) -> TokenStream:
     """
     from fairseq.data import Dictionary, data_utils
 
-    directory = data / "input0" if (data / "input0").is_dir() else data
+    directory = text_directory(data)
     dictionary_file = directory / "dict.txt"
     if not dictionary_file.is_file():
         raise UserError(f"{data} is not a binarized data directory: {dictionary_file} is missing")

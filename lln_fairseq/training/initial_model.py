@@ -11,7 +11,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_NAME_REGISTRY
 from hydra.core.hydra_config import HydraConfig
@@ -55,8 +55,16 @@ class InitialModel(Callback):
     """A Hydra callback that completes the options of the model from the checkpoint that a run starts from."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Set the options in the configuration, in place. End the program with one line if that is impossible."""
+        """Set the options in the configuration, in place. End the program with one line if that is impossible.
+
+        save_dir is created, because Hydra's directory is in it, and Hydra would end in a traceback.
+        """
         options = _options_or_exit(config)
+        save_dir = _save_dir(config)
+        try:
+            os.makedirs(save_dir, exist_ok=True)
+        except OSError as error:
+            _exit(f"{save_dir}: {error.strerror}")
         with open_dict(config):
             for key, value in options.items():
                 config.model[key] = value
@@ -68,12 +76,17 @@ class InitialModel(Callback):
 
 
 def _options_or_exit(config: DictConfig) -> dict[str, Any]:
-    """Return `missing_options(config)`. Print a UserError and exit: Hydra would turn it into a warning."""
+    """Return `missing_options(config)`. Print a UserError and exit."""
     try:
         return missing_options(config)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+        _exit(str(error))
+
+
+def _exit(message: str) -> NoReturn:
+    """Print an error and end the program: Hydra would turn an exception into a warning."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(1) from None
 
 
 def missing_options(config: DictConfig) -> dict[str, Any]:

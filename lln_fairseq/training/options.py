@@ -22,7 +22,8 @@ class TrainingOptions:
         default=None,
         metadata={
             "help": "with the scheduler polynomial_decay: fraction of all updates in which the learning rate rises; it "
-            "falls in the others. Replaces --warmup-updates and --total-num-update"
+            "falls in the others. Replaces --warmup-updates and --total-num-update, of which fairseq-train still needs "
+            "the latter, with any value"
         },
     )
     sequence_parallel_size: int = field(

@@ -86,6 +86,8 @@ def check_same_run(cfg: DictConfig, state: Mapping[str, Any], labels: Sequence[s
         changes = [change for change in changes if not change.startswith("checkpoint.")]
     if origin.get("content") and origin["content"] != _hash_training_data(cfg):
         changes.append("other training data")
+    if origin.get("validation") and origin["validation"] != _hash_validation_data(cfg) and not options.reset_meters:
+        changes.append("other validation data (--reset-meters forgets the scores on the old ones)")
     saved_labels = origin.get("labels")
     if saved_labels and saved_labels != labels:  # the binarized data have only the numbers of the classes
         changes.append(f"the labels {saved_labels} in the checkpoint, now {labels}")
@@ -101,11 +103,12 @@ def check_same_run(cfg: DictConfig, state: Mapping[str, Any], labels: Sequence[s
 def run_origin(cfg: DictConfig, state: Mapping[str, Any] | None) -> dict[str, str]:
     """Return the hashes that a run records in its checkpoints. `state` is the one that it resumes, None for a new run.
 
-    "content" is the hash of the training data as it is now, or "" if the data has no files. "start" is the hash of the
+    "content" is the hash of the training data as it is now, and "validation" that of the first validation split, which
+    chooses the best checkpoint; they are "" if there are no files. "start" is the hash of the
     model that the run started from, "" for a run from scratch, and absent if it is unknown. A resumed run copies it
     from its checkpoint, because the file of the model can have changed since.
     """
-    origin: dict[str, Any] = {"content": _hash_training_data(cfg)}
+    origin: dict[str, Any] = {"content": _hash_training_data(cfg), "validation": _hash_validation_data(cfg)}
     start = _hash_initial_model(cfg.checkpoint) if state is None else plugin_state(state).get("start")
     if start is not None:
         origin["start"] = start
@@ -114,6 +117,10 @@ def run_origin(cfg: DictConfig, state: Mapping[str, Any] | None) -> dict[str, st
 
 def _hash_training_data(cfg: DictConfig) -> str:
     return data_hash(split_paths(cfg.task.data), cfg.dataset.train_subset)
+
+
+def _hash_validation_data(cfg: DictConfig) -> str:
+    return data_hash(split_paths(cfg.task.data), cfg.dataset.valid_subset.split(",")[0])
 
 
 def _hash_initial_model(cfg: DictConfig) -> str | None:

@@ -21,7 +21,7 @@ from lln_fairseq.errors import UserError
 
 HYDRA_LOGGING = "job_logging_cfg"  # fairseq copies Hydra's settings there
 PROBABILITY = (0, 1)
-SEEDS = (0, 2**32 - 1)  # numpy's
+SEEDS = (0, 2**31 - 1)  # numpy allows twice as much, and fairseq adds numbers of epochs and updates
 # The lowest and the highest value of options that fairseq does not check. With other values it would not train at all,
 # or fail with a traceback after hours.
 RANGES = {
@@ -38,12 +38,17 @@ RANGES = {
     "optimization.update_freq": (1, math.inf),
     "checkpoint.save_interval": (1, math.inf),
     "checkpoint.save_interval_updates": (0, math.inf),
+    "lr_scheduler.warmup_updates": (0, math.inf),
     "model.dropout": PROBABILITY,
     "model.attention_dropout": PROBABILITY,
     "model.activation_dropout": PROBABILITY,
     "model.pooler_dropout": PROBABILITY,
+    "model.encoder_attention_heads": (1, math.inf),
     "model.encoder_layerdrop": PROBABILITY,
+    "model.encoder_layers": (1, math.inf),
+    "model.feed_forward_tokens": (0, math.inf),
     "model.quant_noise_pq_block_size": (1, math.inf),
+    "task.global_batch": (1, math.inf),
     "task.leave_unmasked_prob": PROBABILITY,
     "task.random_token_prob": PROBABILITY,
 }
@@ -53,6 +58,7 @@ NOT_TRAINABLE = {
     "model.spectral_norm_classification_head": "its checkpoints cannot be loaded. Leave it out",
     "model.encoder_layers_to_keep": "its checkpoints would record all layers. Set model.encoder_layers instead",
 }
+DEFAULT_CRITERION = "cross_entropy"  # fairseq's
 # Metrics that select the best checkpoint, of fairseq's criterions and of this package's.
 LOWER_IS_BETTER = ("loss", "nll_loss", "ppl")
 HIGHER_IS_BETTER = (
@@ -123,6 +129,31 @@ def check_trainable(cfg: Any) -> None:
     mask_prob = getattr(cfg.task, "mask_prob", None)
     if mask_prob is not None and not 0 < mask_prob < 1:
         raise UserError(f"task.mask_prob must be more than 0 and less than 1, got {mask_prob}")
+
+
+def check_criterion(cfg: Any) -> None:
+    """Raise UserError if the masked language model would be trained or validated with fairseq's default criterion."""
+    is_masked_lm = getattr(cfg.get("task"), "_name", None) == "lln_masked_lm"
+    if is_masked_lm and getattr(cfg.get("criterion"), "_name", None) == DEFAULT_CRITERION:
+        raise UserError(
+            f"{DEFAULT_CRITERION}, fairseq's default criterion, counts all tokens: add --criterion masked_lm"
+        )
+
+
+def complete_schedule(cfg: Any) -> None:
+    """Give the scheduler polynomial_decay a last update, in place, if `plan_schedule` will replace it.
+
+    fairseq asserts that there is one. UserError is raised if a run is limited by epochs only and nothing says it.
+    """
+    scheduler = cfg.get("lr_scheduler")
+    if getattr(scheduler, "_name", None) != "polynomial_decay" or scheduler.total_num_update > 0:
+        return
+    if getattr(cfg.task, "warmup_fraction", None) is None:
+        raise UserError(
+            "the scheduler polynomial_decay needs the number of updates: set lr_scheduler.total_num_update, or "
+            "task.warmup_fraction for a run that is limited by optimization.max_epoch"
+        )
+    scheduler.total_num_update = 1
 
 
 def check_best_metric(cfg: Any) -> None:

@@ -40,6 +40,7 @@ from scripts.research.training import (
     format_override,
     prepare_demo_data,
     score,
+    seed_list,
     train_words,
 )
 
@@ -62,8 +63,9 @@ class Overrides:
         self.tasks = [DEMO]
         self.pretrain: list[str] = []
         self.finetune: list[str] = []
-        groups = {override.partition("=")[0] for override in args.overrides}
-        for key, option in (("attention", "--attentions"), ("common.seed", "--seeds")):
+        groups = {override.partition("=")[0].lstrip("+") for override in args.overrides}
+        options = (("attention", "--attentions"), ("model.attention", "--attentions"), ("common.seed", "--seeds"))
+        for key, option in options:
             if groups & {key, f"pretrain:{key}", f"finetune:{key}"}:
                 raise UserError(f"use {option} instead of {key}=, which would be the same for all runs")
         overrides = list(args.overrides)
@@ -324,20 +326,24 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar="NAME[:OPTION=VALUE,...],...",
         help="attentions to compare, the first of which is the baseline (default: %(default)s)",
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2], help="seeds of every attention (default: 1 2)")
+    parser.add_argument("--seeds", nargs="+", default=["1", "2"], help="seeds of every attention (default: 1 2)")
     parser.add_argument("--updates", type=at_least_one, help="updates of pre-training (default: the corpus decides)")
     parser.add_argument("--finetune-updates", type=at_least_one, help="updates of fine-tuning (default: the task's)")
     parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="directory (default: %(default)s)")
     parser.add_argument("--data", default="data-bin/demo", help="the demo data, made if needed (default: %(default)s)")
     parser.add_argument("--archive", help="source archive of the demo data, for machines without internet access")
     args, overrides = parser.parse_known_args(argv)
+    overrides += [word for word in args.seeds if "=" in word]  # argparse takes all words behind --seeds
+    try:
+        args.seeds = list(dict.fromkeys(seed_list(" ".join(word for word in args.seeds if "=" not in word))))
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"argument --seeds: {error}")
     unknown = [word for word in overrides if word.startswith("-") or "=" not in word]
     if unknown:
         parser.error(f"neither an option nor a Hydra override: {' '.join(unknown)}")
     args.overrides = overrides
     # A comma before OPTION= separates the options of an attention; any other comma separates attentions.
     args.attentions = list(dict.fromkeys(re.split(r",(?!\w+=)", args.attentions)))
-    args.seeds = list(dict.fromkeys(args.seeds))
     for attention in args.attentions:
         try:
             check_attention_spec(attention)

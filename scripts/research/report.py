@@ -293,7 +293,7 @@ def draw_conversions(results: list[dict[str, Any]], floors: list[dict[str, Any]]
         axes.grid(alpha=0.3)
         axes.set_yticks(range(len(names)), [LABELS[name] for name in names])
         axes.set_ylim(-0.5, len(names) - 0.5)
-    marks = "rings: swapped in, dots: linearized, crosses: the blocks of a hybrid alone, lines: softmax and (dotted) TF-IDF"
+    marks = "rings: swapped in, dots: linearized, crosses: blocks of a hybrid alone, lines: softmax and (dotted) TF-IDF"
     figure.suptitle(marks, fontsize=9)
     save(figure, path)
 

@@ -41,6 +41,11 @@ SEED = "common.seed"
 START_MODEL = "checkpoint.finetune_from_model"
 LRA_ATTENTIONS = "softmax lln lln_diag performer reformer skyformer nystrom"
 DEFAULT_ATTENTION = "lln_diag"  # the default of configs/lra.yaml
+# Overrides with which results would lie in the directory of another run, and what to use instead.
+REFUSED = {
+    "glue": {SEED: "--seed or --seeds", "glue": "another script or --tasks"},
+    "lra": {SEED: "--seed or --seeds", "lra": "another task", "model.attention": "attention= or --attentions"},
+}
 
 
 def call(words: Sequence[str]) -> None:
@@ -137,7 +142,7 @@ def format_override(option: str, value: str | Path) -> str:
 
 def last_value(option: str, overrides: Iterable[str]) -> str:
     """Return the value that the last override gives to an option, as text, or "" if no override sets it."""
-    matching = [override for override in overrides if override.startswith(f"{option}=")]
+    matching = [override for override in overrides if override.lstrip("+").startswith(f"{option}=")]
     if not matching:
         return ""
     try:
@@ -164,9 +169,12 @@ def compose_config(recipe: str, overrides: list[str]) -> Any:
 
 def seed_list(text: str) -> list[int]:
     try:
-        return [int(word) for word in text.split()]
+        seeds = [int(word) for word in text.split()]
     except ValueError:
-        raise argparse.ArgumentTypeError(f'must be whole numbers with spaces between them, got "{text}"') from None
+        seeds = []
+    if not seeds:
+        raise argparse.ArgumentTypeError(f'must be whole numbers with spaces between them, got "{text}"')
+    return seeds
 
 
 def check_tasks(group: str, tasks: Iterable[str]) -> None:
@@ -239,8 +247,9 @@ def main(argv: list[str] | None = None) -> int:
     args, overrides = parser.parse_known_args(arguments)
 
     def run() -> int:
-        if last_value(SEED, overrides):
-            raise UserError(f"use --seed or --seeds instead of {SEED}: every seed has its own directory")
+        for option, instead in REFUSED["lra" if is_lra else "glue"].items():
+            if last_value(option, overrides):
+                raise UserError(f"use {instead} instead of {option}=, which does not name the directory of the results")
         if script == "lra_all":
             return train_lra_all(args, overrides)
         if script == "glue_all":

@@ -12,6 +12,7 @@ import torch
 from fairseq.data import Dictionary
 
 from lln_fairseq.__main__ import main
+from lln_fairseq.checkpoints.reading import PLUGIN_STATE
 from lln_fairseq.conversion.convert import convert
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.linearize.attention_transfer import swapped_attention
@@ -390,6 +391,13 @@ def bad_arguments(message, teacher, tmp_path):
         return path, truncated_copy(data, tmp_path / "data"), out
     if message == "is not the teacher's":
         return path, make_corpus(tmp_path / "corpus", SIZES, WORDS[::-1]), out
+    if message == "the same ids would stand for other texts":
+        state = torch.load(path)
+        state["extra_state"][PLUGIN_STATE]["tokenizer"] = "cased"
+        torch.save(state, tmp_path / "teacher.pt")
+        other = shutil.copytree(data, tmp_path / "data")
+        (other / "manifest.json").write_text('{"tokenizer": {"identity": "uncased"}}')
+        return tmp_path / "teacher.pt", other, out
     assert message == "has no text in its split 'valid'"
     return path, make_corpus(tmp_path / "corpus", (("train", 9),)), out
 
@@ -401,6 +409,7 @@ BAD_INPUT = (
     "--length is 65",
     "valid.idx is damaged or cut off",
     "is not the teacher's",
+    "the same ids would stand for other texts",
     "has no text in its split 'valid'",
 )
 

@@ -106,12 +106,20 @@ def test_attention_may_have_options():
     assert (model.attention, model.lln_diag_mix, model.lln_diag_constants) == ("lln_diag", "joint_offset", "paper")
 
 
+@pytest.mark.parametrize("seeds", [["1", "2"], ["1 2"]])
+def test_overrides_may_follow_the_seeds(seeds):
+    args = compare_attentions.parse_arguments(["run=cpu", "--seeds", *seeds, "model=tiny"])
+
+    assert (args.seeds, args.overrides) == ([1, 2], ["run=cpu", "model=tiny"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--attentions", "softmax,nystrm"], "unknown attention 'nystrm'"),
         (["--attentions", "lln_diag:mix=jont"], "option 'mix' of attention 'lln_diag' is 'jont', choose from"),
         (["--out", "a", "softmax"], "neither an option nor a Hydra override: softmax"),
+        (["--seeds", ""], "argument --seeds: must be whole numbers with spaces between them"),
     ],
 )
 def test_bad_arguments_end_in_one_line(arguments, message, capsys):
@@ -122,7 +130,7 @@ def test_bad_arguments_end_in_one_line(arguments, message, capsys):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("override", ["attention=elu", "pretrain:common.seed=7"])
+@pytest.mark.parametrize("override", ["attention=elu", "model.attention=elu", "pretrain:common.seed=7"])
 def test_override_of_what_the_runs_differ_in_is_refused(override):
     args = compare_attentions.parse_arguments([override])
 

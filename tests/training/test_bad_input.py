@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from lln_fairseq.errors import UserError
 from lln_fairseq.training.exit import exit_with_one_line
-from lln_fairseq.training.settings import TORCHRUN, check_best_metric, check_devices, check_patience
+from lln_fairseq.training.settings import TORCHRUN, check_best_metric, check_devices, check_patience, complete_schedule
 from tests.fairseq_runs import (
     LLN,
     MASKED_LM,
@@ -200,6 +200,23 @@ def test_number_out_of_range_is_rejected(option, value, message, corpus, tmp_pat
     with pytest.raises(UserError, match=message):
         train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *MASKED_LM, *LLN, option, value)
     assert not (tmp_path / "a" / "checkpoint_last.pt").exists()
+
+
+def test_default_criterion_is_rejected(corpus, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="add --criterion masked_lm"):
+        train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *RUN_OPTIONS, "--criterion", "cross_entropy")
+
+
+@pytest.mark.parametrize(("fraction", "last"), [(0.1, 1), (None, None)])
+def test_schedule_of_a_run_that_epochs_limit(fraction, last):
+    scheduler = {"_name": "polynomial_decay", "total_num_update": 0}
+    cfg = OmegaConf.create({"lr_scheduler": scheduler, "task": {"warmup_fraction": fraction}})
+    if fraction is None:
+        with pytest.raises(UserError, match=r"set lr_scheduler\.total_num_update, or task\.warmup_fraction"):
+            complete_schedule(cfg)
+    else:
+        complete_schedule(cfg)
+        assert cfg.lr_scheduler.total_num_update == last
 
 
 def check_metric(metric, maximize, criterion="lln_sentence_prediction", classes=2, regression=False):

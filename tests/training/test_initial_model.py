@@ -114,6 +114,13 @@ def test_callback_ends_the_program_with_one_line(finetune_config, capsys):
     assert capsys.readouterr().err == f"error: {START}=missing.pt: no such checkpoint\n"
 
 
+def test_save_dir_that_cannot_be_written_ends_in_one_line(tmp_path, finetune_config, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        InitialModel().on_run_start(finetune_config(f"checkpoint.save_dir={tmp_path}/file/run"))
+    assert capsys.readouterr().err == f"error: {tmp_path}/file/run: Not a directory\n"
+
+
 def test_jobs_of_a_sweep_take_common_options(joint_checkpoint, started_run, finetune_config):
     config = finetune_config()
     config.hydra.overrides.task += ["attention=lln,lln_diag", f"{START}='{joint_checkpoint}','{joint_checkpoint}'"]

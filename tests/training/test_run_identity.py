@@ -172,6 +172,16 @@ def test_resume_rejects_other_data_with_same_dictionary(run_copy, tmp_path, monk
         train(monkeypatch, tmp_path / "log", other_corpus, run_copy.save_dir, *RUN_OPTIONS, "--max-update", 4)
 
 
+def test_resume_rejects_other_validation_data_unless_meters_are_reset(run_copy, tmp_path, monkeypatch):
+    other_corpus = shutil.copytree(run_copy.corpus, tmp_path / "other")
+    binarize(sentences(20, seed=9), other_corpus / "dict.txt", other_corpus / "valid")
+    options = (*RUN_OPTIONS, "--max-update", 3)
+    with pytest.raises(UserError, match="holds another run: other validation data"):
+        train(monkeypatch, tmp_path / "log", other_corpus, run_copy.save_dir, *options)
+    log = train(monkeypatch, tmp_path / "log", other_corpus, run_copy.save_dir, *options, "--reset-meters")
+    assert log["train"][-1]["num_updates"] == "3"
+
+
 def test_resume_accepts_moved_data(run_copy, tmp_path, monkeypatch):
     moved_corpus = shutil.copytree(run_copy.corpus, tmp_path / "moved")
     log = train(monkeypatch, tmp_path / "log", moved_corpus, run_copy.save_dir, *RUN_OPTIONS, "--max-update", 3)
@@ -219,7 +229,7 @@ def test_checkpoint_without_hashes_resumes(run_copy, tmp_path, monkeypatch):
     state = torch.load(run_copy.checkpoint)
     record = state["extra_state"][PLUGIN_STATE]
     assert record.pop("start") == ""
-    assert len(record.pop("content")) == 64
+    assert len(record.pop("content")) == len(record.pop("validation")) == 64
     record["data"] = "a hash of the lengths"
     torch.save(state, run_copy.checkpoint)
 
