@@ -132,7 +132,7 @@ def check_trainable(cfg: Any) -> None:
 
 
 def check_criterion(cfg: Any) -> None:
-    """Raise UserError if the masked language model would be trained or validated with fairseq's default criterion."""
+    """Raise UserError if the masked language model would be trained with fairseq's default criterion."""
     is_masked_lm = getattr(cfg.get("task"), "_name", None) == "lln_masked_lm"
     if is_masked_lm and getattr(cfg.get("criterion"), "_name", None) == DEFAULT_CRITERION:
         raise UserError(

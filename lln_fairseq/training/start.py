@@ -64,8 +64,8 @@ def start_run(run_in_worker: Callable, original: Callable, cfg: Any, main: Calla
     settings.check_ranges(cfg)
     settings.check_sequence_parallel(cfg)
     settings.check_devices(cfg)
-    settings.check_criterion(cfg)
     if cfg.model is not None:
+        settings.check_criterion(cfg)
         settings.complete_schedule(cfg)
         settings.check_precision(cfg)
         settings.check_trainable(cfg)
