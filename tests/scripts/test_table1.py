@@ -52,8 +52,9 @@ def test_unknown_unit_is_one_line(words, message, tmp_path, capsys):
 
 def test_missing_text_is_one_line_with_the_log(tmp_path, capsys):
     text = tmp_path / "no_text"
+    options = ["--work", str(tmp_path), "--text", str(text), "--results", str(tmp_path / "results")]
 
-    assert table1.main(["pretraining", "elu", "--work", str(tmp_path), "--text", str(text)]) == 1
+    assert table1.main(["pretraining", "elu", *options]) == 1
 
     error = capsys.readouterr().err
     assert error.startswith(f"error: data ended with exit code 1: cannot read {text}")
