@@ -1,4 +1,4 @@
-"""Build a GLUE task with a labeled test split. For QNLI, --sentences hides the sentence among distractors.
+"""Build a GLUE task with a labeled test split. With --sentences, its texts are hidden among distractors.
 
     python -m data_prep.glue_held_out QNLI --tokenizer encoders/softmax --out data-bin/qnli --train 7000 --test 2500
     python -m data_prep.glue_held_out QNLI --tokenizer encoders/softmax --out data-bin/qnli16 --train 2000 \\
@@ -10,7 +10,9 @@ its score on `test`.
 
 With --sentences N, the second text of a QNLI row has N sentences in random order: the row's own sentence, and
 sentences of other questions of the same split. The label still says whether the row's own sentence answers the
-question, so a model must find that sentence first. The output has the layout of data_prep.glue.
+question, so a model must find that sentence first. Both texts of a QQP row get N questions in this way. The label says
+whether the row's own two questions have the same meaning: here no text is short. The output has the layout of
+data_prep.glue.
 """
 
 import argparse
@@ -31,6 +33,7 @@ from .download import fetch_tree, load_tokenizer
 from .glue import GlueSource, describe_result, glue_result_files, write_glue_task
 from .glue_tasks import GLUE_TASKS, GlueRows
 
+HIDDEN = {"QNLI": (1,), "QQP": (0, 1)}  # the texts of a row that --sentences hides
 FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
 
 
@@ -60,28 +63,36 @@ def _select_rows(rows: GlueRows, part: slice) -> GlueRows:
     return GlueRows(inputs, rows.labels[part], empty=empty)
 
 
-def add_distractors(rows: GlueRows, sentences: int, seed: int) -> GlueRows:
-    """Return a copy of the rows of QNLI in which every sentence is hidden among sentences of other questions.
+def add_distractors(rows: GlueRows, sentences: int, seed: int, hidden: Sequence[int]) -> GlueRows:
+    """Return a copy of the rows of a task with two texts, some of which are hidden among texts of other rows.
 
-    The new second text of a row has `sentences` different sentences, its own among them, in random order, joined by
-    spaces. The questions and labels stay the same. UserError is raised if the split has too few rows.
+    A new text has `sentences` different sentences, its own among them, in random order, joined by spaces. The labels
+    stay the same. UserError is raised if the split has too few rows.
+
+    Args:
+        rows: the rows of a split.
+        sentences: number of sentences of a new text.
+        seed: of the random choice.
+        hidden: the texts of a row that are hidden, 0 or 1. Their distractors come from different rows.
     """
-    questions, originals = rows.inputs
+    first_texts = rows.inputs[0]
+    count = len(first_texts)
     generator = random.Random(seed)
-    texts = []
-    for question, original in zip(questions, originals, strict=True):
-        chosen = [original]
-        candidates = generator.sample(range(len(originals)), min(len(originals), 2 * sentences))
-        for candidate in candidates:
-            if len(chosen) == sentences:
-                break
-            if questions[candidate] != question and originals[candidate] not in chosen:
-                chosen.append(originals[candidate])
-        if len(chosen) < sentences:
-            raise UserError(f"--sentences is {sentences}, but a split has only {len(originals)} rows")
-        generator.shuffle(chosen)
-        texts.append(" ".join(chosen))
-    return GlueRows((questions, texts), rows.labels, empty=rows.empty)
+    texts = [list(originals) for originals in rows.inputs]
+    for row in range(count):
+        candidates = iter(generator.sample(range(count), min(count, 2 * len(hidden) * sentences)))
+        for position in hidden:
+            originals = rows.inputs[position]
+            chosen = [originals[row]]
+            while len(chosen) < sentences:
+                candidate = next(candidates, None)
+                if candidate is None:
+                    raise UserError(f"--sentences is {sentences}, but a split has only {count} rows")
+                if first_texts[candidate] != first_texts[row] and originals[candidate] not in chosen:
+                    chosen.append(originals[candidate])
+            generator.shuffle(chosen)
+            texts[position][row] = " ".join(chosen)
+    return GlueRows(tuple(texts), rows.labels, empty=rows.empty)
 
 
 def read_held_out_rows(source: GlueSource, train: int, test: int, sentences: int = 1) -> dict[str, GlueRows]:
@@ -89,7 +100,7 @@ def read_held_out_rows(source: GlueSource, train: int, test: int, sentences: int
     rows = split_rows(source, train, test)
     if sentences > 1:
         for seed, split in enumerate(rows):
-            rows[split] = add_distractors(rows[split], sentences, seed)
+            rows[split] = add_distractors(rows[split], sentences, seed, HIDDEN[source.task.name])
     return rows
 
 
@@ -114,8 +125,8 @@ def build_glue_held_out(
         tokenizer: a tokenizer that load_tokenizer accepts.
         train: number of rows of the train split, taken from the start of the training file.
         test: number of rows of the test split, taken from the end of the training file.
-        sentences: number of sentences in the second text of a row; 1 leaves the rows as they are. More than 1 is meant
-            for QNLI only.
+        sentences: number of sentences among which the texts in HIDDEN are hidden; 1 leaves the rows as they are. More
+            than 1 is for the tasks in HIDDEN only.
         source: archive or directory in GLUE's layout; None downloads the published archive.
         workers: number of processes; None uses all cores.
         overwrite: build again even if the directory contains a result.
@@ -161,15 +172,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--train", type=int, required=True, help="rows of train, from the start of the training file")
     parser.add_argument("--test", type=int, required=True, help="rows of test, from the end of the training file")
     parser.add_argument(
-        "--sentences", type=int, default=1, help="sentences of the second text of QNLI (default: %(default)s)"
+        "--sentences", type=int, default=1, help="sentences among which a row's own are hidden (default: %(default)s)"
     )
     parser.add_argument("--source", type=Path, help="directory or archive to read instead of the published archive")
     add_build_options(parser)
     args = parser.parse_args(argv)
     if min(args.train, args.test, args.sentences) < 1:
         parser.error("--train, --test and --sentences must be at least 1")
-    if args.sentences > 1 and args.task_name != "QNLI":
-        parser.error("--sentences is only for QNLI")
+    if args.sentences > 1 and args.task_name not in HIDDEN:
+        parser.error(f"--sentences is only for {' and '.join(HIDDEN)}")
     return run_build(partial(build_glue_held_out, **vars(args)), summarize_held_out)
 
 

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import torch
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -39,6 +38,7 @@ from scripts.research.training import (
     compose_config,
     format_override,
     prepare_demo_data,
+    run_override,
     score,
     seed_list,
     train_words,
@@ -72,7 +72,7 @@ class Overrides:
         if "model" not in groups:
             overrides.append("model=nano")
         if "run" not in groups:
-            overrides.append("run=gpu1" if torch.cuda.is_available() else "run=cpu")
+            overrides.append(run_override())
         for override in overrides:
             stage, _, stage_override = override.partition(":")
             group, _, value = override.partition("=")

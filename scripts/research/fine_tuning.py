@@ -12,6 +12,7 @@ from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.attention.registry import parse_attention_spec
 from scripts.research.programs import TRAIN, Programs, choose_precision, locked, write_result
+from scripts.research.training import run_override
 from scripts.research.units import ENCODER_POSITIONS, FINE_TUNING, SOFTMAX, TASKS, Unit
 
 TRANSFER_STEPS = 300
@@ -135,7 +136,8 @@ def training_words(name: str, spec: str, seed: int, data: Path, start: Path, out
         "--config-name=finetune",
         f"glue={task.glue.lower().replace('-', '')}",
         "recipe=small",
-        "run=cpu",
+        run_override(),
+        "common.fp16=false",
         f"task.data={data}",
         f"task.max_positions={task.positions}",
         f"dataset.batch_size={task.batch_size}",

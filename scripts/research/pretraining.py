@@ -15,6 +15,7 @@ from lln_fairseq.attention import LAYER_REGISTRY
 from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.files import write_bytes
 from scripts.research.programs import TRAIN, Programs, choose_precision, locked, write_result
+from scripts.research.training import run_override
 from scripts.research.units import PRETRAINING, TWO_SEEDS, Unit
 
 UPDATES = 5000
@@ -84,7 +85,8 @@ def training_arguments(unit: Unit, data: Path, directory: Path, updates: int, pr
         "--config-name=pretrain",
         "corpus=wikipedia_cpu",
         f"model={MODEL}",
-        "run=cpu",
+        run_override(),
+        "common.fp16=false",
         f"attention={attention}",
         *(f"model.{attention}_{key}={value}" for key, value in options.items()),
         f"task.data={data}",

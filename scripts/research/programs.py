@@ -12,6 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lln_fairseq.command import child_environment
 from lln_fairseq.errors import UserError
 from lln_fairseq.files import lock_file, write_bytes
@@ -136,11 +138,16 @@ def processor() -> dict[str, Any]:
             name = value.strip()
         if key.strip() == "flags":
             flags = value.split()
-    return {"name": name, "instructions": [flag for flag in INSTRUCTIONS if flag in flags], "threads": 1}
+    content = {"name": name, "instructions": [flag for flag in INSTRUCTIONS if flag in flags], "threads": 1}
+    if torch.cuda.is_available():
+        content["gpu"] = torch.cuda.get_device_name()
+    return content
 
 
 def choose_precision() -> str:
-    """Return "bfloat16" if the processor has instructions for its products, otherwise "float32". Nothing is timed."""
+    """Return "bfloat16" if the GPU or the CPU has instructions for its products, else "float32". Nothing is timed."""
+    if torch.cuda.is_available():
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     instructions = processor()["instructions"]
     if any(instruction in instructions for instruction in FAST_BFLOAT16):
         return "bfloat16"

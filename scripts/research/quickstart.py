@@ -26,7 +26,15 @@ from lln_fairseq.terminal import text_table
 from scripts.benchmarks.meter import interleaved
 from scripts.benchmarks.prediction import loaded_logits, random_tokens
 from scripts.figures import Settings, figure_8
-from scripts.research.training import call, call_logged, format_override, prepare_demo_data, score, train_words
+from scripts.research.training import (
+    call,
+    call_logged,
+    format_override,
+    prepare_demo_data,
+    run_override,
+    score,
+    train_words,
+)
 
 ATTENTION = "lln_diag"
 BASELINE = "softmax"
@@ -46,7 +54,7 @@ class Quickstart:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.out = Path(args.out)
-        self.run_override = "run=gpu1" if torch.cuda.is_available() else "run=cpu"
+        self.run_override = run_override()
         self.times: dict[str, float] = {}
 
     def run_all(self) -> None:

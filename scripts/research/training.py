@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -131,6 +132,11 @@ def prepare_demo_data(directory: str, archive: str | None, tokenizer: Path | Non
     if archive:
         words += ["--archive", archive]
     call(words)
+
+
+def run_override() -> str:
+    """Return the Hydra override of a training: on the GPU if there is one, otherwise on the CPU."""
+    return "run=gpu1" if torch.cuda.is_available() else "run=cpu"
 
 
 def format_override(option: str, value: str | Path) -> str:

@@ -25,7 +25,7 @@ class Task:
         glue: the name of the GLUE task.
         train: rows of fine-tuning, from the start of the training file.
         held_out: rows from the end of the training file that are scored together with the dev rows.
-        sentences: sentences of the second text, see data_prep.glue_held_out.
+        sentences: sentences among which those of a row are hidden, see data_prep.glue_held_out.
         epochs: epochs of fine-tuning.
         start: the shorter task whose teacher is trained further; None starts from the encoder.
         batch_size: rows that are computed at once; an update always has 32.
@@ -49,10 +49,12 @@ TASKS = {
     "sst2": Task("SST-2"),
     "qnli4": Task("QNLI", train=7000, held_out=1000, sentences=4, epochs=1, start="qnli", batch_size=16),
     "qnli16": Task("QNLI", train=7000, held_out=1000, sentences=16, epochs=1, start="qnli4", batch_size=4),
-    "qnli64": Task("QNLI", 2336, held_out=400, sentences=64, epochs=1, start="qnli16", batch_size=1, positions=2816),
+    "qnli64": Task("QNLI", 7000, held_out=1000, sentences=64, epochs=1, start="qnli16", batch_size=8, positions=2816),
+    "qqp4": Task("QQP", train=7000, held_out=1000, sentences=4, epochs=1, start="qqp", batch_size=16),
+    "qqp20": Task("QQP", train=7000, held_out=1000, sentences=20, epochs=1, start="qqp4", batch_size=4),
 }
 SHORT_TASKS = ("qnli", "mnli", "qqp", "sst2")
-LONG_TASKS = ("qnli16", "qnli64")
+LONG_TASKS = ("qnli16", "qnli64", "qqp20")
 
 # The attention specs by the names of the units, in the order in which the units run.
 LONG_BLOCKS = "block_size=128,global_tokens=first_segment"
@@ -87,6 +89,7 @@ FINE_TUNED = {
     "block_diag_global": f"block_diag:{LONG_BLOCKS}",
     "joint_offset_global": f"lln_diag:mix=joint_offset,gain=learned,{LONG_BLOCKS}",
     "lln_diag": "lln_diag:mix=average,gain=none,block_size=128",
+    "block_diag": "block_diag:block_size=128",
 }
 NOT_CONVERTIBLE = ("flash", "tnn")  # they replace whole layers; their results say so in the words of linearize
 THREE_SEEDS = (SOFTMAX, "elu", "lln_diag", "joint_offset_global", "joint_offset")
@@ -138,7 +141,7 @@ def check_unit(unit: Unit) -> None:
         raise UserError(f"no such task: {unit.task}{did_you_mean(unit.task, TASKS)}")
     if unit.kind == FINE_TUNING and TASKS[unit.task].start is None:
         long_tasks = [name for name, task in TASKS.items() if task.start is not None]
-        raise UserError(f"{unit.task} has no shorter task to start from: choose {' or '.join(long_tasks)}")
+        raise UserError(f"{unit.task} has no shorter task to start from: choose from {', '.join(long_tasks)}")
     attentions = SPECS[unit.kind]
     if unit.attention not in attentions:
         raise UserError(f"no such attention: {unit.attention}{did_you_mean(unit.attention, attentions)}")

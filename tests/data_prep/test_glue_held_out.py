@@ -4,6 +4,7 @@ import pytest
 from fairseq.tasks.sentence_prediction import SentencePredictionConfig, SentencePredictionTask
 
 from data_prep import glue_held_out
+from data_prep.glue_tasks import GlueRows
 from lln_fairseq.text.vocabulary import load_vocabulary
 from tests.data_prep.conftest import text_of
 
@@ -75,6 +76,20 @@ def test_distractors_are_sentences_of_other_questions_of_the_same_split(tmp_path
             assert [questions[sentence] == question for sentence in sentences].count(True) == 1
             places.append(sentences.index(original[1]))
     assert set(places) == {0, 1, 2}
+
+
+def test_both_texts_of_qqp_are_hidden_among_different_rows():
+    firsts = [f"first {i}?" for i in range(30)]
+    seconds = [f"second {i}?" for i in range(30)]
+    rows = GlueRows((firsts, seconds), [str(i % 2) for i in range(30)], empty=0)
+
+    hidden = glue_held_out.add_distractors(rows, 4, seed=3, hidden=glue_held_out.HIDDEN["QQP"])
+
+    assert hidden.labels == rows.labels
+    for row, texts in enumerate(zip(*hidden.inputs, strict=True)):
+        sources = [[int(word.strip("?")) for word in text.split()[1::2]] for text in texts]
+        assert [len(set(numbers)) for numbers in sources] == [4, 4]
+        assert set(sources[0]) & set(sources[1]) == {row}
 
 
 def test_too_many_rows_are_rejected(build, capsys):
