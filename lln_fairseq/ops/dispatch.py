@@ -288,7 +288,7 @@ def attend(spec: Spec, inputs: Inputs, backend: str, exchange: Exchange | None =
             # torch may store a tensor as its negation, marked by a bit. Kernels read only the stored numbers.
             inputs = inputs._replace(q=inputs.q.resolve_neg(), k=inputs.k.resolve_neg(), v=inputs.v.resolve_neg())
             out = AttentionFunction.apply(spec, backend, exchange, *inputs)
-        if inputs.global_counts is not None:
+        if inputs.global_counts is not None and out.numel():  # torch's fused attention fails on a GPU without tokens
             _attend_from_global_tokens(spec, inputs, out)
         return out
 

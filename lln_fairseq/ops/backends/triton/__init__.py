@@ -229,7 +229,7 @@ def _sum_global_keys(spec: Spec, call: Arguments, options: Arguments) -> Argumen
     q = call["q"]
     batch, heads, length, dim = q.shape
     settings = options["META"]
-    chunks = triton.cdiv(count_global_keys(spec.max_global, length, spec.block_size), settings.chunk)
+    chunks = math.ceil(count_global_keys(spec.max_global, length, spec.block_size) / settings.chunk)
     splits, tokens = split_tokens(length, dim)
     max_rows = chunks * settings.chunk
     global_sums = workspace(q, batch * heads, splits, 3, max_rows, dim)

@@ -9,7 +9,7 @@ before the block that are not padding. device.py explains the notation.
 import triton
 import triton.language as tl
 
-from lln_fairseq.ops.backends.triton.device import LOG2E, _dot, _load_keys
+from lln_fairseq.ops.backends.triton.device import LOG2E, _dot, _exp2_at_most_1, _load_keys
 from lln_fairseq.ops.formula import FLOOR as _FLOOR
 
 FLOOR = tl.constexpr(_FLOOR)
@@ -91,7 +91,7 @@ def _softmax_step(b_scores, b_row_max, b_row_sum, META: tl.constexpr):
     """
     b_new_max = tl.maximum(b_row_max, tl.max(b_scores, 1) * (META.scale * LOG2E))
     b_rescale = tl.exp2(b_row_max - b_new_max)
-    b_weights = tl.exp2(b_scores * (META.scale * LOG2E) - b_new_max[:, None])
+    b_weights = _exp2_at_most_1(b_scores * (META.scale * LOG2E) - b_new_max[:, None])
     return b_weights, b_rescale, b_new_max, b_row_sum * b_rescale + tl.sum(b_weights, 1)
 
 

@@ -225,7 +225,8 @@ def _query_features(b_q, alpha, b_l):
 def _exp2_at_most_1(b_x):
     """Return 2^min(x, 0), or NaN if x is NaN.
 
-    In exact arithmetic x is at most 0. As a difference of large numbers, it can be above 0 because of rounding.
+    In exact arithmetic x is at most 0. As a difference of large numbers, it can be above 0: a GPU rounds the maximum,
+    but not a product that it subtracts the maximum from.
     """
     return tl.exp2(tl.minimum(b_x, 0.0, propagate_nan=tl.PropagateNan.ALL))
 

@@ -1,11 +1,11 @@
 """The launch settings of the Triton kernels: supported tensors, tile sizes, splits of the tokens, and layouts."""
 
+import math
 import os
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -80,7 +80,7 @@ class Settings(NamedTuple):
     @property
     def chunk_rows(self) -> int:
         """Return the number of rows of the tiles of a chunk."""
-        return triton.cdiv(self.chunk, self.rows) * self.rows
+        return math.ceil(self.chunk / self.rows) * self.rows
 
 
 def capability(device: torch.device) -> int:
@@ -140,8 +140,8 @@ def split_tokens(length: int, dim: int) -> tuple[int, int]:
     Returns: the number of splits, and the number of tokens in each. The last split may be shorter.
     """
     splits = min(max(length // max(1024, 16 * dim), 1), MAX_SPLITS)
-    tokens = triton.cdiv(triton.cdiv(length, splits), 128) * 128
-    return triton.cdiv(length, tokens), tokens
+    tokens = math.ceil(length / splits / 128) * 128
+    return math.ceil(length / tokens), tokens
 
 
 def kernel_options(q: Tensor, name: str, form: str = LLN) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def chunk_options(q: Tensor, name: str, spec: Spec) -> tuple[tuple[int, int], di
         count_global_keys(spec.max_global, length, spec.block_size) > 0,
         spec.dropout,
     )
-    return (batch * heads, triton.cdiv(length, chunk)), {"META": settings, **tile.options}
+    return (batch * heads, math.ceil(length / chunk)), {"META": settings, **tile.options}
 
 
 def _dot_dtype(q: Tensor) -> tl.dtype:
