@@ -176,8 +176,12 @@ def task_title(task: str, results: Sequence[dict[str, Any]]) -> str:
 
 
 def one_per_seed(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one of a task's results for each seed, because all of a seed have the scores of the same softmax model."""
-    return list({result["seed"]: result for result in results}.values())
+    """Return one of a task's results for each seed, which has the scores of the softmax model: softmax's own, if any.
+
+    Units of a seed share this model, unless they ran on different machines.
+    """
+    ordered = sorted(results, key=lambda result: result["attention"] == SOFTMAX)
+    return list({result["seed"]: result for result in ordered}.values())
 
 
 def conversion_cell(results: Sequence[dict[str, Any]]) -> str:

@@ -320,6 +320,8 @@ def test_report_has_means_ranges_and_the_control(tmp_path):
         unit = Unit("conversion", "qnli", "lln_diag", seed)
         stages = {**scores, "linearized": {"all": accuracy}}
         write_result(tmp_path, unit, seed=seed, scores=stages, relative_error=0.2)
+        unit = Unit("conversion", "qnli", "softmax", seed)  # another softmax model, that of another machine
+        write_result(tmp_path, unit, seed=seed, scores={"softmax": {"all": 0.81}})
     unit = Unit("conversion", "qnli16", "block_diag_global_128", 1)
     stages = {"swapped": {"test": 0.6}, "linearized": {"test": 0.68}, "distilled": {"test": 0.73}}
     write_result(tmp_path, unit, spec=unit.spec, scores=stages)
@@ -360,6 +362,7 @@ def test_report_has_means_ranges_and_the_control(tmp_path):
     lines = (tmp_path / "table1.md").read_text().splitlines()
     titles = ("accuracy [%]: swapped in → linearized", "QNLI, 48 tokens")
     assert f"| {' | '.join(titles)} | time / softmax's, 512 tokens |" in lines
+    assert "| softmax | 81.0 (81.0–81.0) | 1 |" in lines
     assert "| LLN+Diag, average (the paper's) | 60.0 → 71.0 (70.0–72.0) | 1.50 |" in lines
     assert "| blocks only, first text global | 78.5 |  |" in lines
     assert "| Reformer | 60.0 → 79.0 = |  |" in lines
