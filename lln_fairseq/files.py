@@ -126,11 +126,11 @@ def sha256_bytes(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def data_hash(directories: list[str], subset: str = "train") -> str:
+def data_hash(directories: list[str], subset: str = "train", exact: bool = False) -> str:
     """Return a sha256 of the content of binarized data as a hexadecimal string, or "" if there are no files.
 
-    Only files whose names start with `subset` are hashed, such as train.bin and train1.bin; "" means all splits. The
-    names are not part of the hash. In each directory the order is:
+    Only files whose names start with `subset` are hashed, such as train.bin and train1.bin, or with `exact` only those
+    of this name; "" means all splits. The names are not part of the hash. In each directory the order is:
 
     1. .idx files in the directory
     2. .bin files in the directory
@@ -142,7 +142,9 @@ def data_hash(directories: list[str], subset: str = "train") -> str:
     chunks of 256 KiB are hashed. They include the first and the last bytes.
     """
     name = glob.escape(subset)
-    patterns = (f"{name}*.idx", f"{name}*.bin", f"*/{name}*.idx", f"*/{name}*.bin", f"*/{name}*.label")
+    if not exact:
+        name += "*"
+    patterns = (f"{name}.idx", f"{name}.bin", f"*/{name}.idx", f"*/{name}.bin", f"*/{name}.label")
     hashes = []
     for directory in directories:
         for pattern in patterns:

@@ -37,11 +37,11 @@ class TextLinearization(Linearization):
         if args.evaluate_rows is not None:
             raise UserError("--evaluate-rows is for a fine-tuned TEACHER with the DATA of its task: leave it out")
         super().__init__(args, progress, model, model.max_positions())
+        self.train_texts = read_texts(args.data, "train", task.source_dictionary)
+        valid_texts = read_texts(args.data, "valid", task.source_dictionary)
         teacher = str(args.teacher)
         identity = recorded_identity(text_directory(args.data))
         check_tokenizer(load_checkpoint_lazily(teacher), identity, str(args.data), teacher)
-        self.train_texts = read_texts(args.data, "train", task.source_dictionary)
-        valid_texts = read_texts(args.data, "valid", task.source_dictionary)
         self.print_summary(f"{len(self.train_texts.tokens):,} tokens")
         self.held_out = []
         for length in held_out_lengths(self.longest):

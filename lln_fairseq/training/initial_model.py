@@ -60,14 +60,14 @@ class InitialModel(Callback):
         save_dir is created, because Hydra's directory is in it, and Hydra would end in a traceback.
         """
         options = _options_or_exit(config)
-        save_dir = _save_dir(config)
+        with open_dict(config):
+            for key, value in options.items():
+                config.model[key] = value
+        save_dir = _save_dir(config)  # it can have the attention in its name
         try:
             os.makedirs(save_dir, exist_ok=True)
         except OSError as error:
             _exit(f"{save_dir}: {error.strerror}")
-        with open_dict(config):
-            for key, value in options.items():
-                config.model[key] = value
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Append the options to the overrides that all jobs of a sweep share."""

@@ -86,7 +86,8 @@ def check_same_run(cfg: DictConfig, state: Mapping[str, Any], labels: Sequence[s
         changes = [change for change in changes if not change.startswith("checkpoint.")]
     if origin.get("content") and origin["content"] != _hash_training_data(cfg):
         changes.append("other training data")
-    if origin.get("validation") and origin["validation"] != _hash_validation_data(cfg) and not options.reset_meters:
+    chooses_best = not (options.reset_meters or cfg.dataset.disable_validation)
+    if chooses_best and origin.get("validation") and origin["validation"] != _hash_validation_data(cfg):
         changes.append("other validation data (--reset-meters forgets the scores on the old ones)")
     saved_labels = origin.get("labels")
     if saved_labels and saved_labels != labels:  # the binarized data have only the numbers of the classes
@@ -120,7 +121,8 @@ def _hash_training_data(cfg: DictConfig) -> str:
 
 
 def _hash_validation_data(cfg: DictConfig) -> str:
-    return data_hash(split_paths(cfg.task.data), cfg.dataset.valid_subset.split(",")[0])
+    first = cfg.dataset.valid_subset.split(",")[0]
+    return data_hash(split_paths(cfg.task.data), first, exact=not cfg.dataset.combine_valid_subsets)
 
 
 def _hash_initial_model(cfg: DictConfig) -> str | None:

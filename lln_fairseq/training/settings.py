@@ -104,10 +104,18 @@ def check_known_options(cfg: Any) -> None:
 
 
 def check_ranges(cfg: Any) -> None:
-    """Raise UserError for a number outside its range in RANGES. None and missing options are not checked."""
+    """Raise UserError for a number outside its range in RANGES. None, missing options and texts are not checked.
+
+    Some models of fairseq have a text as encoder_layers.
+    """
     for option, (lowest, highest) in RANGES.items():
         group, key = option.split(".")
-        value = getattr(cfg.get(group), key, None)
+        options = cfg.get(group)
+        if OmegaConf.is_config(options) and OmegaConf.is_missing(options, key):
+            continue
+        value = getattr(options, key, None)
+        if isinstance(value, str):
+            continue
         numbers = value if isinstance(value, Sequence) else [value]
         for number in numbers:
             if number is None or lowest <= number <= highest:
@@ -136,7 +144,8 @@ def check_criterion(cfg: Any) -> None:
     is_masked_lm = getattr(cfg.get("task"), "_name", None) == "lln_masked_lm"
     if is_masked_lm and getattr(cfg.get("criterion"), "_name", None) == DEFAULT_CRITERION:
         raise UserError(
-            f"{DEFAULT_CRITERION}, fairseq's default criterion, counts all tokens: add --criterion masked_lm"
+            f"{DEFAULT_CRITERION}, fairseq's default criterion, would also average over tokens that are not masked: "
+            "add --criterion masked_lm (criterion._name)"
         )
 
 

@@ -63,7 +63,7 @@ class Overrides:
         self.tasks = [DEMO]
         self.pretrain: list[str] = []
         self.finetune: list[str] = []
-        groups = {override.partition("=")[0].lstrip("+") for override in args.overrides}
+        groups = {override.partition("=")[0].replace("+", "") for override in args.overrides}
         options = (("attention", "--attentions"), ("model.attention", "--attentions"), ("common.seed", "--seeds"))
         for key, option in options:
             if groups & {key, f"pretrain:{key}", f"finetune:{key}"}:

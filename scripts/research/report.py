@@ -175,6 +175,11 @@ def task_title(task: str, results: Sequence[dict[str, Any]]) -> str:
     return f"{name}, {results[0]['mean_tokens']} tokens"
 
 
+def processor_name(result: dict[str, Any]) -> str:
+    """Return the name of the GPU that computed a result, or of the processor if there was none."""
+    return result["processor"].get("gpu", result["processor"]["name"])
+
+
 def one_per_seed(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one of a task's results for each seed, which has the scores of the softmax model: softmax's own, if any.
 
@@ -254,7 +259,7 @@ def pretraining_table(results: list[dict[str, Any]]) -> str:
     updates = max((result["updates"] for result in results), key=len)
     millions = [f"{update * results[0]['tokens_per_update'] / 1e6:.1f}" for update in updates]
     shortest = min(len(result["updates"]) for result in results)
-    processors = list(dict.fromkeys(result["processor"]["name"] for result in results))
+    processors = list(dict.fromkeys(processor_name(result) for result in results))
     titles = ["bits after million tokens", *millions]
     titles += [f"thread minutes for {millions[shortest - 1]}, {processor}" for processor in processors]
     rows = [[*titles, "precision"]]
@@ -266,7 +271,7 @@ def pretraining_table(results: list[dict[str, Any]]) -> str:
         for index in range(len(updates)):
             cells.append(mean_and_range([result["bits"][index] for result in chosen if index < len(result["bits"])], 2))
         for processor in processors:
-            timed = [result for result in chosen if result["processor"]["name"] == processor]
+            timed = [result for result in chosen if processor_name(result) == processor]
             cells.append(mean_and_range([result["thread_seconds"][shortest - 1] / 60 for result in timed], 0))
         cells.append(", ".join(sorted({result["precision"] for result in chosen})))
         rows.append([attention, *cells])
@@ -338,7 +343,7 @@ def draw_pretraining(results: list[dict[str, Any]], path: Path) -> None:
     The times are those on the processor with most results.
     """
     figure, ((by_tokens, by_time), (entropies, gaps)) = plt.subplots(2, 2, figsize=(10, 8))
-    timed = statistics.mode(result["processor"]["name"] for result in results)
+    timed = statistics.mode(processor_name(result) for result in results)
     for result in results:
         color = f"C{list(PRETRAINED).index(result['attention'])}"
         style = "-" if result["seed"] == 1 else ":"
@@ -346,7 +351,7 @@ def draw_pretraining(results: list[dict[str, Any]], path: Path) -> None:
         tokens = [update * scale for update in result["updates"]]
         minutes = [seconds / 60 for seconds in result["thread_seconds"]]
         by_tokens.plot(tokens, result["bits"], style, color=color, label=f"{result['attention']}, {result['seed']}")
-        if result["processor"]["name"] == timed:
+        if processor_name(result) == timed:
             by_time.plot(minutes, result["bits"], style, color=color)
         for name, axes in (("entropy", entropies), ("spectral_gap", gaps)):
             if name in result["probe"]:

@@ -15,7 +15,14 @@ from omegaconf import OmegaConf
 
 from lln_fairseq.errors import UserError
 from lln_fairseq.training.exit import exit_with_one_line
-from lln_fairseq.training.settings import TORCHRUN, check_best_metric, check_devices, check_patience, complete_schedule
+from lln_fairseq.training.settings import (
+    TORCHRUN,
+    check_best_metric,
+    check_devices,
+    check_patience,
+    check_ranges,
+    complete_schedule,
+)
 from tests.fairseq_runs import (
     LLN,
     MASKED_LM,
@@ -200,6 +207,10 @@ def test_number_out_of_range_is_rejected(option, value, message, corpus, tmp_pat
     with pytest.raises(UserError, match=message):
         train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *MASKED_LM, *LLN, option, value)
     assert not (tmp_path / "a" / "checkpoint_last.pt").exists()
+
+
+def test_ranges_of_texts_and_missing_options_are_not_checked():
+    check_ranges(OmegaConf.create({"model": {"encoder_layers": "[(512, 3)] * 20"}, "optimization": {"lr": "???"}}))
 
 
 def test_default_criterion_is_rejected(corpus, tmp_path, monkeypatch):

@@ -85,6 +85,17 @@ def test_options_of_the_user_are_kept(overrides, kept, taken, joint_checkpoint, 
     assert set(taken) <= options.keys()
 
 
+def test_directory_is_named_after_the_attention_of_the_checkpoint(started_run, tmp_path, finetune_config, monkeypatch):
+    state = torch.load(started_run.checkpoint)
+    state["cfg"]["model"].update(attention="lln")
+    torch.save(state, tmp_path / "model.pt")
+    monkeypatch.chdir(tmp_path)
+
+    InitialModel().on_run_start(finetune_config("glue=sst2", f"{START}={tmp_path}/model.pt"))
+
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["sst2_lln"]
+
+
 @pytest.mark.parametrize("overrides", [[], ["model._name=roberta_base", f"{START}=missing.pt"]])
 def test_nothing_is_taken_without_checkpoint_or_for_another_model(overrides, finetune_config):
     assert missing_options(finetune_config(*overrides)) == {}
