@@ -1,4 +1,4 @@
-"""Build a GLUE task with a labeled test split. With --sentences, its texts are hidden among distractors.
+"""Build a GLUE task with a labeled test split. --sentences hides texts of its rows among distractors.
 
     python -m data_prep.glue_held_out QNLI --tokenizer encoders/softmax --out data-bin/qnli --train 7000 --test 2500
     python -m data_prep.glue_held_out QNLI --tokenizer encoders/softmax --out data-bin/qnli16 --train 2000 \\
@@ -10,9 +10,10 @@ its score on `test`.
 
 With --sentences N, the second text of a QNLI row has N sentences in random order: the row's own sentence, and
 sentences of other questions of the same split. The label still says whether the row's own sentence answers the
-question, so a model must find that sentence first. Both texts of a QQP row get N questions in this way. The label says
-whether the row's own two questions have the same meaning: here no text is short. The output has the layout of
-data_prep.glue.
+question, so a model must find that sentence first. Each of the two texts of a QQP row gets N questions in this way. The
+label still says whether the row's own two questions have the same meaning, so a model must find both of them first.
+
+The output has the layout of data_prep.glue.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from .download import fetch_tree, load_tokenizer
 from .glue import GlueSource, describe_result, glue_result_files, write_glue_task
 from .glue_tasks import GLUE_TASKS, GlueRows
 
-HIDDEN = {"QNLI": (1,), "QQP": (0, 1)}  # the texts of a row that --sentences hides
+HIDDEN = {"QNLI": (1,), "QQP": (0, 1)}  # which of the two texts of a row --sentences hides, by their index
 FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
 
 
@@ -64,16 +65,16 @@ def _select_rows(rows: GlueRows, part: slice) -> GlueRows:
 
 
 def add_distractors(rows: GlueRows, sentences: int, seed: int, hidden: Sequence[int]) -> GlueRows:
-    """Return a copy of the rows of a task with two texts, some of which are hidden among texts of other rows.
+    """Return a copy of rows of two texts, in which one or both texts are hidden among texts of other rows.
 
-    A new text has `sentences` different sentences, its own among them, in random order, joined by spaces. The labels
-    stay the same. UserError is raised if the split has too few rows.
+    A hidden text becomes `sentences` different texts, itself among them, in random order, joined by spaces. The others
+    are from rows with another first text. The labels stay the same. UserError is raised if the split has too few rows.
 
     Args:
         rows: the rows of a split.
-        sentences: number of sentences of a new text.
+        sentences: number of texts of which a new text consists.
         seed: of the random choice.
-        hidden: the texts of a row that are hidden, 0 or 1. Their distractors come from different rows.
+        hidden: the indices of the texts to hide: 0, 1 or both. If both are hidden, no row gives a text to both.
     """
     first_texts = rows.inputs[0]
     count = len(first_texts)
@@ -96,7 +97,7 @@ def add_distractors(rows: GlueRows, sentences: int, seed: int, hidden: Sequence[
 
 
 def read_held_out_rows(source: GlueSource, train: int, test: int, sentences: int = 1) -> dict[str, GlueRows]:
-    """Return the rows of train, valid and test as in the result, see `build_glue_held_out`."""
+    """Return the rows of train, valid and test as in the result, see `build_glue_held_out`. The distractors are fixed."""
     rows = split_rows(source, train, test)
     if sentences > 1:
         for seed, split in enumerate(rows):
@@ -125,8 +126,8 @@ def build_glue_held_out(
         tokenizer: a tokenizer that load_tokenizer accepts.
         train: number of rows of the train split, taken from the start of the training file.
         test: number of rows of the test split, taken from the end of the training file.
-        sentences: number of sentences among which the texts in HIDDEN are hidden; 1 leaves the rows as they are. More
-            than 1 is for the tasks in HIDDEN only.
+        sentences: number of texts of which a hidden text consists, see `add_distractors`; 1 leaves the rows as they
+            are. More than 1 is for the tasks in HIDDEN only.
         source: archive or directory in GLUE's layout; None downloads the published archive.
         workers: number of processes; None uses all cores.
         overwrite: build again even if the directory contains a result.
@@ -172,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--train", type=int, required=True, help="rows of train, from the start of the training file")
     parser.add_argument("--test", type=int, required=True, help="rows of test, from the end of the training file")
     parser.add_argument(
-        "--sentences", type=int, default=1, help="sentences among which a row's own are hidden (default: %(default)s)"
+        "--sentences", type=int, default=1, help="texts in place of one that is hidden (default: %(default)s: none is)"
     )
     parser.add_argument("--source", type=Path, help="directory or archive to read instead of the published archive")
     add_build_options(parser)

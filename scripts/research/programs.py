@@ -128,7 +128,7 @@ def locked(file: Path, wait: bool = True) -> Iterator[bool]:
 
 
 def processor() -> dict[str, Any]:
-    """Return the name of the processor and those of its instructions that decide the speed of matrix products."""
+    """Return the name of the processor, those of its instructions that decide the speed of products, and the GPU."""
     text = Path("/proc/cpuinfo").read_text()
     name = platform.processor()
     flags: list[str] = []
@@ -145,7 +145,7 @@ def processor() -> dict[str, Any]:
 
 
 def choose_precision() -> str:
-    """Return "bfloat16" if the GPU or the CPU has instructions for its products, else "float32". Nothing is timed."""
+    """Return "bfloat16" if the GPU, or the CPU without one, has instructions for it, else "float32". Nothing is timed."""
     if torch.cuda.is_available():
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     instructions = processor()["instructions"]

@@ -120,7 +120,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def accuracies(results: Sequence[dict[str, Any]], stage: str) -> list[float]:
-    """Return the accuracies in percent on the rows of valid and test together, of the results that have this stage."""
+    """Return the accuracies in percent on all rows of valid and test, of the results that have this stage."""
     return [100 * result["scores"][stage]["all"] for result in results if stage in result["scores"]]
 
 
@@ -181,9 +181,9 @@ def processor_name(result: dict[str, Any]) -> str:
 
 
 def one_per_seed(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one of a task's results for each seed, which has the scores of the softmax model: softmax's own, if any.
+    """Return one result for each seed, from which the scores of the softmax model are read: softmax's own, if any.
 
-    Units of a seed share this model, unless they ran on different machines.
+    All results of a seed have these scores, but those of another machine can differ.
     """
     ordered = sorted(results, key=lambda result: result["attention"] == SOFTMAX)
     return list({result["seed"]: result for result in ordered}.values())

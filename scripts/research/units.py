@@ -25,7 +25,7 @@ class Task:
         glue: the name of the GLUE task.
         train: rows of fine-tuning, from the start of the training file.
         held_out: rows from the end of the training file that are scored together with the dev rows.
-        sentences: sentences among which those of a row are hidden, see data_prep.glue_held_out.
+        sentences: see data_prep.glue_held_out.
         epochs: epochs of fine-tuning.
         start: the shorter task whose teacher is trained further; None starts from the encoder.
         batch_size: rows that are computed at once; an update always has 32.

@@ -38,7 +38,10 @@ raise SystemExit(table1.main())
     [
         (("conversion", "qnly", "elu"), "no such task: qnly; did you mean 'qnli'?"),
         (("conversion", "qnli", "elo"), "no such attention: elo; did you mean 'elu'?"),
-        (("fine_tuning", "qnli", "softmax"), "qnli has no shorter task to start from: choose from qnli4, "),
+        (
+            ("fine_tuning", "qnli", "softmax"),
+            "qnli has no shorter task to start from: choose from qnli4, qnli16, qnli64, qqp4\n",
+        ),
         (("pretraining", "lin_diag"), "no such attention: lin_diag; did you mean 'lln_diag'?"),
     ],
 )

@@ -39,6 +39,9 @@ CHANGES = [
 ]
 
 
+UNUSED = "--ignore-unused-valid-subsets"
+
+
 @pytest.mark.parametrize(("changes", "message"), CHANGES, ids=[str(changes[0]) for changes, _ in CHANGES])
 def test_resume_rejects_changed_settings(changes, message, run_copy, tmp_path, monkeypatch):
     before = run_copy.checkpoint.read_bytes()
@@ -182,19 +185,18 @@ def test_resume_rejects_other_validation_data_unless_meters_are_reset(run_copy, 
     assert log["train"][-1]["num_updates"] == "3"
 
 
-def test_resume_accepts_other_validation_data_that_is_not_used(run_copy, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("split", "option"), [("valid", "--disable-validation"), ("valid1", UNUSED)])
+def test_resume_accepts_other_validation_data_that_is_not_used(split, option, run_copy, tmp_path, monkeypatch):
     other_corpus = shutil.copytree(run_copy.corpus, tmp_path / "other")
-    binarize(sentences(20, seed=9), other_corpus / "dict.txt", other_corpus / "valid")
-    options = (*RUN_OPTIONS, "--max-update", 3, "--disable-validation")
+    binarize(sentences(20, seed=9), other_corpus / "dict.txt", other_corpus / split)
+    options = (*RUN_OPTIONS, "--max-update", 3, option)
     log = train(monkeypatch, tmp_path / "log", other_corpus, run_copy.save_dir, *options)
     assert log["train"][-1]["num_updates"] == "3"
 
 
 def test_resume_accepts_moved_data(run_copy, tmp_path, monkeypatch):
     moved_corpus = shutil.copytree(run_copy.corpus, tmp_path / "moved")
-    binarize(sentences(20, seed=9), moved_corpus / "dict.txt", moved_corpus / "valid1")  # another split
-    options = (*RUN_OPTIONS, "--max-update", 3, "--ignore-unused-valid-subsets")
-    log = train(monkeypatch, tmp_path / "log", moved_corpus, run_copy.save_dir, *options)
+    log = train(monkeypatch, tmp_path / "log", moved_corpus, run_copy.save_dir, *RUN_OPTIONS, "--max-update", 3)
     assert log["train"][0]["num_updates"] == "3"
 
 
