@@ -97,7 +97,7 @@ def add_distractors(rows: GlueRows, sentences: int, seed: int, hidden: Sequence[
 
 
 def read_held_out_rows(source: GlueSource, train: int, test: int, sentences: int = 1) -> dict[str, GlueRows]:
-    """Return the rows of train, valid and test as in the result, see `build_glue_held_out`. The distractors are fixed."""
+    """Return the rows of train, valid and test that `build_glue_held_out` writes. The distractors are fixed."""
     rows = split_rows(source, train, test)
     if sentences > 1:
         for seed, split in enumerate(rows):

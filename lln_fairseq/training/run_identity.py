@@ -106,9 +106,9 @@ def run_origin(cfg: DictConfig, state: Mapping[str, Any] | None) -> dict[str, st
     """Return the hashes that a run records in its checkpoints. `state` is the one that it resumes, None for a new run.
 
     "content" is the hash of the training data as it is now, and "validation" that of the first validation split, which
-    chooses the best checkpoint; they are "" if there are no files. "start" is the hash of the model that the run started
-    from, "" for a run from scratch, and absent if it is unknown. A resumed run copies "start" from its checkpoint,
-    because the file of the model can have changed since.
+    chooses the best checkpoint; they are "" if there are no files. "start" is the hash of the model that the run
+    started from, "" for a run from scratch, and absent if it is unknown. A resumed run copies "start" from its
+    checkpoint, because the file of the model can have changed since.
     """
     origin: dict[str, Any] = {"content": _hash_training_data(cfg), "validation": _hash_validation_data(cfg)}
     start = _hash_initial_model(cfg.checkpoint) if state is None else plugin_state(state).get("start")

@@ -145,7 +145,7 @@ def processor() -> dict[str, Any]:
 
 
 def choose_precision() -> str:
-    """Return "bfloat16" if the GPU, or the CPU without one, has instructions for it, else "float32". Nothing is timed."""
+    """Return "bfloat16" if the GPU, or else the CPU, has instructions for it, and "float32" if not. Does not time."""
     if torch.cuda.is_available():
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     instructions = processor()["instructions"]
