@@ -147,7 +147,7 @@ def check_unit(unit: Unit) -> None:
 
 def all_units() -> list[Unit]:
     """Return the units of the tables in the order in which they run, the most informative first."""
-    units = [Unit(FLOOR, task, TF_IDF, 1) for task in (*SHORT_TASKS, *LONG_TASKS)]
+    units = [Unit(FLOOR, task, TF_IDF, 1) for task in (*SHORT_TASKS, *LONG_TASKS, "qqp4")]
     units += [Unit(PRETRAINING, "", attention, 1) for attention in TWO_SEEDS]
     units += _conversions(1, [name for name in CONVERTED if name not in WITH_LONG_BLOCKS])
     units += [Unit(PRETRAINING, "", attention, 1) for attention in PRETRAINED if attention not in TWO_SEEDS]
@@ -156,6 +156,7 @@ def all_units() -> list[Unit]:
     for seed in (1, 2, 3):
         units += [Unit(CONVERSION, "qnli16", attention, seed) for attention in WITH_LONG_BLOCKS]
         units += [Unit(FINE_TUNING, "qnli16", attention, seed) for attention in FINE_TUNED]
+        units += [Unit(CONVERSION, "qqp4", attention, seed) for attention in ("block_diag", "joint_offset")]
     units += [Unit(FINE_TUNING, "qnli64", attention, 1) for attention in (SOFTMAX, "block_diag_global")]
     units += [Unit(PRETRAINING, "", attention, 2) for attention in TWO_SEEDS]
     return units
