@@ -82,13 +82,14 @@ CONVERTED = {
     "joint_offset_global_128": f"lln_diag:mix=joint_offset,gain=learned,{LONG_BLOCKS}",
 }
 WITH_LONG_BLOCKS = ("block_diag_global_128", "joint_offset_global_128")  # for long tasks
-# The attentions of the fine-tuning units.
+# The attentions of the fine-tuning units of qnli16 and qnli64.
 FINE_TUNED = {
     SOFTMAX: SOFTMAX,
     "block_diag_global": f"block_diag:{LONG_BLOCKS}",
     "joint_offset_global": f"lln_diag:mix=joint_offset,gain=learned,{LONG_BLOCKS}",
     "lln_diag": "lln_diag:mix=average,gain=none,block_size=128",
 }
+WITHOUT_GLOBAL = ("block_diag", "joint_offset")  # for qqp4, whose two texts are long
 NOT_CONVERTIBLE = ("flash", "tnn")  # they replace whole layers; their results say so in the words of linearize
 THREE_SEEDS = (SOFTMAX, "elu", "lln_diag", "joint_offset_global", "joint_offset")
 PRETRAINED = {
@@ -105,7 +106,12 @@ PRETRAINED = {
 }
 TWO_SEEDS = (SOFTMAX, "lln_diag")  # their first seed is trained to the end of the schedule
 TF_IDF = "tf_idf"
-SPECS = {CONVERSION: CONVERTED, FINE_TUNING: FINE_TUNED, PRETRAINING: PRETRAINED, FLOOR: {TF_IDF: TF_IDF}}
+SPECS = {
+    CONVERSION: CONVERTED,
+    FINE_TUNING: {**FINE_TUNED, **{name: CONVERTED[name] for name in WITHOUT_GLOBAL}},
+    PRETRAINING: PRETRAINED,
+    FLOOR: {TF_IDF: TF_IDF},
+}
 
 
 @dataclass(frozen=True)
@@ -156,7 +162,8 @@ def all_units() -> list[Unit]:
     for seed in (1, 2, 3):
         units += [Unit(CONVERSION, "qnli16", attention, seed) for attention in WITH_LONG_BLOCKS]
         units += [Unit(FINE_TUNING, "qnli16", attention, seed) for attention in FINE_TUNED]
-        units += [Unit(CONVERSION, "qqp4", attention, seed) for attention in ("block_diag", "joint_offset")]
+        for kind in (CONVERSION, FINE_TUNING):
+            units += [Unit(kind, "qqp4", attention, seed) for attention in WITHOUT_GLOBAL]
     units += [Unit(FINE_TUNING, "qnli64", attention, 1) for attention in (SOFTMAX, "block_diag_global")]
     units += [Unit(PRETRAINING, "", attention, 2) for attention in TWO_SEEDS]
     return units
