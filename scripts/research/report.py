@@ -83,7 +83,8 @@ def write_report(results: Path) -> None:
         converted = select(conversions, task=task)
         if trained or converted:
             sections.append(long_pairs_table(task, trained, converted, times, select(floors, task=task)))
-            draw_long_pairs(task, trained, converted, times, results / f"{task}.png")
+    if select_tasks(LONG_TASKS, fine_tunings):
+        draw_long_pairs(fine_tunings, conversions, times, results / "long_pairs.png")
     for interval in dict.fromkeys(result["updates"][0] for result in pretrainings):
         sections.append(pretraining_table([result for result in pretrainings if result["updates"][0] == interval]))
     if pretrainings:
@@ -100,6 +101,11 @@ def read_results(directory: Path) -> list[dict[str, Any]]:
 
 def select(results: Iterable[dict[str, Any]], **values: Any) -> list[dict[str, Any]]:
     return [result for result in results if all(result.get(key) == value for key, value in values.items())]
+
+
+def select_tasks(tasks: Iterable[str], results: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the tasks that have a result."""
+    return [task for task in tasks if select(results, task=task)]
 
 
 def mean_and_range(values: Sequence[float], digits: int = 1) -> str:
@@ -136,7 +142,7 @@ def conversion_table(
 
     The last columns have the share of softmax's time.
     """
-    tasks = [task for task in SHORT_TASKS if select(results, task=task)]
+    tasks = select_tasks(SHORT_TASKS, results)
     titles = ["accuracy [%]: swapped in → linearized"]
     softmax = [SOFTMAX]
     for task in tasks:
@@ -280,7 +286,7 @@ def pretraining_table(results: list[dict[str, Any]]) -> str:
 
 def draw_conversions(results: list[dict[str, Any]], floors: list[dict[str, Any]], path: Path) -> None:
     """Draw the accuracies of every attention and task, one mark for each seed."""
-    tasks = [task for task in SHORT_TASKS if select(results, task=task)]
+    tasks = select_tasks(SHORT_TASKS, results)
     names = [name for name in reversed(LABELS) if accuracies(select(results, attention=name), "linearized")]
     size = (2.6 * len(tasks) + 2.5, 0.28 * len(names) + 1.8)
     figure, panels = plt.subplots(1, len(tasks), figsize=size, sharey=True, squeeze=False)
@@ -308,31 +314,35 @@ def draw_conversions(results: list[dict[str, Any]], floors: list[dict[str, Any]]
 
 
 def draw_long_pairs(
-    task: str,
     results: list[dict[str, Any]],
     conversions: list[dict[str, Any]],
     times: dict[str, dict[str, float]],
     path: Path,
 ) -> None:
-    """Draw the accuracies on test of the attentions of a long task, and the share of softmax's time at each length."""
-    figure, (accuracy_axes, time_axes) = plt.subplots(1, 2, figsize=(10, 3.2), sharey=True)
+    """Draw the accuracies on test of the attentions of each long task, and their shares of softmax's time."""
+    tasks = select_tasks(LONG_TASKS, results)
+    figure, panels = plt.subplots(1, len(tasks) + 1, figsize=(4 * len(tasks) + 6, 3.2), sharey=True)
     names = list(reversed(FINE_TUNED))
-    for height, name in enumerate(names):
-        trained = held_out(select(results, attention=name), TRAINED)
-        accuracy_axes.plot(trained, [height] * len(trained), "o", color="C0")
-        distilled = held_out(select(conversions, spec=FINE_TUNED[name]), DISTILLED)
-        accuracy_axes.plot(distilled, [height] * len(distilled), "o", color="C0", fillstyle="none")
-    accuracy_axes.set_xlabel(f"accuracy [%], {task_title(task, [*results, *conversions])}")
-    accuracy_axes.set_title("dots: trained with labels, rings: linearized and distilled", fontsize=9)
-    accuracy_axes.set_yticks(range(len(names)), [LABELS_OF_FINE_TUNED[name] for name in names])
-    accuracy_axes.set_ylim(-0.5, len(names) - 0.5)
+    for task, axes in zip(tasks, panels, strict=False):
+        of_task = select(results, task=task)
+        for height, name in enumerate(names):
+            trained = held_out(select(of_task, attention=name), TRAINED)
+            axes.plot(trained, [height] * len(trained), "o", color="C0")
+            distilled = held_out(select(conversions, task=task, spec=FINE_TUNED[name]), DISTILLED)
+            axes.plot(distilled, [height] * len(distilled), "o", color="C0", fillstyle="none")
+        axes.set_xlabel(f"accuracy [%], {task_title(task, of_task)}")
+        axes.sharex(panels[0])
+    figure.suptitle("dots: trained with labels, rings: linearized and distilled", fontsize=9)
+    panels[0].set_yticks(range(len(names)), [LABELS_OF_FINE_TUNED[name] for name in names])
+    panels[0].set_ylim(-0.5, len(names) - 0.5)
+    time_axes = panels[-1]
     for marker, (length, milliseconds) in zip("o^s", times.items(), strict=False):
         shares = [milliseconds.get(FINE_TUNED[name], math.nan) / milliseconds[SOFTMAX] for name in names]
         time_axes.plot(shares, range(len(names)), marker, color="C2", label=f"{length} tokens")
     time_axes.set_xlabel("time of a pair, relative to softmax")
     time_axes.set_xlim(left=0)
     time_axes.legend(loc="upper left")
-    for axes in (accuracy_axes, time_axes):
+    for axes in panels:
         axes.grid(alpha=0.3)
     save(figure, path)
 

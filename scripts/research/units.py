@@ -164,7 +164,9 @@ def all_units() -> list[Unit]:
         units += [Unit(FINE_TUNING, "qnli16", attention, seed) for attention in FINE_TUNED]
         for kind in (CONVERSION, FINE_TUNING):
             units += [Unit(kind, "qqp4", attention, seed) for attention in WITHOUT_GLOBAL]
-    units += [Unit(FINE_TUNING, "qnli64", attention, 1) for attention in (SOFTMAX, "block_diag_global")]
+    for seed in (1, 2, 3):
+        units += [Unit(FINE_TUNING, "qnli64", attention, seed) for attention in (SOFTMAX, "block_diag_global")]
+        units.append(Unit(CONVERSION, "qnli64", "block_diag_global_128", seed))
     units += [Unit(PRETRAINING, "", attention, 2) for attention in TWO_SEEDS]
     return units
 

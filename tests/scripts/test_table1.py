@@ -376,7 +376,7 @@ def test_report_has_means_ranges_and_the_control(tmp_path):
     assert "- TNN: tnn replaces the layer" in lines
     assert "| softmax | 9.00 | 6.17 | 2 | float32 |" in lines
     assert (tmp_path / "conversion.png").stat().st_size > 5000
-    assert (tmp_path / "qnli16.png").stat().st_size > 5000
+    assert (tmp_path / "long_pairs.png").stat().st_size > 5000
     assert (tmp_path / "pretraining.png").stat().st_size > 5000
 
 
