@@ -27,6 +27,7 @@ from lln_fairseq.inference.evaluate import SplitOutputs, compute_scores, score_b
 from lln_fairseq.inference.text_model import load_text_model
 from lln_fairseq.linearize.attention_transfer import recorded, swapped_attention
 from lln_fairseq.linearize.task_rows import TaskRows, encoder_tokens
+from lln_fairseq.linearize.teacher import require_softmax
 from lln_fairseq.ops import reference
 from lln_fairseq.terminal import at_least_one, program_parser, text_table
 
@@ -44,7 +45,7 @@ class CutSoftmax(nn.Module):
         self.allowed = allowed
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        return reference.softmax_matrix(q, k, context.padding, self.allowed) @ v
+        return reference.softmax_matrix(q, k, context.padding, self.allowed.to(q.device)) @ v
 
 
 def same_block(size: int) -> Near:
@@ -148,7 +149,7 @@ class Cuts:
             with recorded(self.layers) as calls:
                 score_batches(self.model, self.task, SPLIT, [sample])
             for layer, call in enumerate(calls):
-                weights = reference.softmax_matrix(call.q, call.k, call.context.padding) * is_query
+                weights = reference.softmax_matrix(call.q, call.k, call.context.padding).cpu() * is_query
                 to_first = (weights * is_first[:, None, None, :]).sum()
                 to_own = (weights * own).sum()
                 sums[layer] += torch.stack([to_first, to_own, weights.sum() - to_first - to_own])
@@ -169,6 +170,7 @@ def compare(task: Any, outputs: SplitOutputs, original: SplitOutputs) -> dict[st
 
 
 def run_cuts(args: argparse.Namespace) -> None:
+    require_softmax(Path(args.checkpoint))
     cuts = Cuts(args.checkpoint, args.data, args.rows)
     original = cuts.outputs(None)
     sentence = same_sentence(cuts.ends)

@@ -77,3 +77,13 @@ def test_report_has_a_row_for_every_cut_and_layer(classifier, tmp_path, capsys):
         assert sum(shares) == pytest.approx(100, abs=1e-3)
         assert min(shares) > 0
     assert "other sentences [%]" in capsys.readouterr().out
+
+
+def test_model_without_softmax_is_refused(classifier, tmp_path, capsys):
+    state = torch.load(classifier[0], weights_only=False)
+    state["cfg"]["model"]["attention"] = "lln"
+    torch.save(state, tmp_path / "lln.pt")
+
+    assert cut_softmax.main([str(tmp_path / "lln.pt"), str(classifier[1])]) == 1
+
+    assert "lln.pt has lln attention" in capsys.readouterr().err
