@@ -323,6 +323,8 @@ def draw_long_pairs(
     tasks = select_tasks(LONG_TASKS, results)
     figure, panels = plt.subplots(1, len(tasks) + 1, figsize=(4 * len(tasks) + 6, 3.2), sharey=True)
     names = list(reversed(FINE_TUNED))
+    for axes in panels[1:-1]:
+        axes.sharex(panels[0])
     for task, axes in zip(tasks, panels, strict=False):
         of_task = select(results, task=task)
         for height, name in enumerate(names):
@@ -331,7 +333,6 @@ def draw_long_pairs(
             distilled = held_out(select(conversions, task=task, spec=FINE_TUNED[name]), DISTILLED)
             axes.plot(distilled, [height] * len(distilled), "o", color="C0", fillstyle="none")
         axes.set_xlabel(f"accuracy [%], {task_title(task, of_task)}")
-        axes.sharex(panels[0])
     figure.suptitle("dots: trained with labels, rings: linearized and distilled", fontsize=9)
     panels[0].set_yticks(range(len(names)), [LABELS_OF_FINE_TUNED[name] for name in names])
     panels[0].set_ylim(-0.5, len(names) - 0.5)
