@@ -52,13 +52,13 @@ LABELS = {
     "tnn": "TNN",
 }
 FLOOR_LABEL = "TF-IDF and logistic regression"
-CONTROL = "blocks only, first text global"  # the part "Diag only" of joint_offset_global
+CONTROL_LABEL = "blocks only, first text global"  # the part "Diag only" of joint_offset_global
 CONTROL_SPEC = "block_diag:block_size=32,global_tokens=first_segment"
-LABELS_OF_FINE_TUNED = {**LABELS, SOFTMAX: "softmax", "block_diag_global": CONTROL}
+LABELS_OF_FINE_TUNED = {**LABELS, SOFTMAX: "softmax", "block_diag_global": CONTROL_LABEL}
 CONVERSION_TIMES = Path("times/conversion.json")  # written by scripts.benchmarks.prediction, as the next one
 FINE_TUNING_TIMES = Path("times/fine_tuning.json")
 PRESET = "minilm"
-SAME_AS_SOFTMAX = 0.0005  # relative error below which an attention counts as softmax at the length of the task
+SAME_AS_SOFTMAX = 0.0005  # the relative error of the transfer below which `conversion_cell` marks softmax's outputs
 
 
 def write_report(results: Path) -> None:
@@ -78,13 +78,13 @@ def write_report(results: Path) -> None:
         sections.append(conversion_table(short, floors, read_times(results / CONVERSION_TIMES)))
         draw_conversions(short, floors, results / "conversion.png")
     times = read_times(results / FINE_TUNING_TIMES)
-    for task in LONG_TASKS:
+    long_tasks = select_tasks(LONG_TASKS, [*fine_tunings, *conversions])
+    for task in long_tasks:
         trained = select(fine_tunings, task=task)
         converted = select(conversions, task=task)
-        if trained or converted:
-            sections.append(long_pairs_table(task, trained, converted, times, select(floors, task=task)))
-    if select_tasks(LONG_TASKS, fine_tunings):
-        draw_long_pairs(fine_tunings, conversions, times, results / "long_pairs.png")
+        sections.append(long_pairs_table(task, trained, converted, times, select(floors, task=task)))
+    if long_tasks:
+        draw_long_pairs(long_tasks, fine_tunings, conversions, times, results / "long_pairs.png")
     for interval in dict.fromkeys(result["updates"][0] for result in pretrainings):
         sections.append(pretraining_table([result for result in pretrainings if result["updates"][0] == interval]))
     if pretrainings:
@@ -126,19 +126,19 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def accuracies(results: Sequence[dict[str, Any]], stage: str) -> list[float]:
-    """Return the accuracies in percent on all rows of valid and test, of the results that have this stage."""
+    """Return an accuracy in percent for each result that has this stage: on the rows of valid and test together."""
     return [100 * result["scores"][stage]["all"] for result in results if stage in result["scores"]]
 
 
 def held_out(results: Sequence[dict[str, Any]], stage: str) -> list[float]:
-    """Return the accuracies in percent on the rows of test, which no setting was chosen on, as `accuracies` does."""
+    """Return the same as `accuracies`, but on the rows of test only, which no setting was chosen on."""
     return [100 * result["scores"][stage]["test"] for result in results if stage in result["scores"]]
 
 
 def conversion_table(
     results: list[dict[str, Any]], floors: list[dict[str, Any]], times: dict[str, dict[str, float]]
 ) -> str:
-    """Return the table of accuracies: without training, and linearized, for each task. The last row is the floor.
+    """Return the table of accuracies: swapped in, and linearized, for each task. The last row is the floor.
 
     The last columns have the share of softmax's time.
     """
@@ -162,14 +162,14 @@ def conversion_table(
         if attention == "joint_offset_global" and any(cells):
             parts = [select(results, task=task, attention=attention) for task in tasks]
             cells = [mean_and_range(accuracies(part, "Diag only")) for part in parts]
-            rows.append([CONTROL, *cells, *time_shares(times, CONTROL_SPEC)])
+            rows.append([CONTROL_LABEL, *cells, *time_shares(times, CONTROL_SPEC)])
     floor_cells = [mean_and_range(accuracies(select(floors, task=task), TF_IDF)) for task in tasks]
     if any(floor_cells):
         rows.append([FLOOR_LABEL, *floor_cells, *("" for _ in times)])
     if any(cell.endswith("=") for row in rows for cell in row):
         notes.append("- =: the outputs are those of softmax (relative error 0) at the length of this task")
-    if any(row[0] == CONTROL for row in rows):
-        notes.append(f"- {CONTROL}: the row above it without LLN; nothing of it can be trained")
+    if any(row[0] == CONTROL_LABEL for row in rows):
+        notes.append(f"- {CONTROL_LABEL}: the row above it without LLN; nothing of it can be trained")
     return "\n\n".join([markdown(rows), "\n".join(notes)]).strip()
 
 
@@ -187,9 +187,9 @@ def processor_name(result: dict[str, Any]) -> str:
 
 
 def one_per_seed(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one result for each seed, from which the scores of the softmax model are read: softmax's own, if any.
+    """Return a result for each seed to read the scores of the softmax model from: that of softmax itself, if any.
 
-    All results of a seed have these scores, but those of another machine can differ.
+    Every result has these scores, but those of another machine can differ.
     """
     ordered = sorted(results, key=lambda result: result["attention"] == SOFTMAX)
     return list({result["seed"]: result for result in ordered}.values())
@@ -229,10 +229,10 @@ def long_pairs_table(
     times: dict[str, dict[str, float]],
     floors: list[dict[str, Any]],
 ) -> str:
-    """Return the table of the attentions of a long task, linearized without its labels, and trained with them.
+    """Return the table of the attentions of a long task: `conversions` without its labels, `results` with them.
 
-    `conversions` are the results of the former, `results` those of the latter. Accuracies are those on test, except for
-    the columns of the dev rows. The last columns have the time of a text, and its share of softmax's time.
+    Accuracies are those on test, except for the columns of the dev rows (the split valid). The last columns have the
+    time of a text, and its share of softmax's time.
     """
     updates = list(dict.fromkeys(update for result in results for update in result["dev_accuracy"]))
     titles = [f"accuracy [%], {task_title(task, [*results, *conversions])}", *LONG_STAGES]
@@ -260,7 +260,7 @@ def pretraining_table(results: list[dict[str, Any]]) -> str:
     """Return the table of the bits per masked token at every validation.
 
     The last columns have the thread time on each processor until the last validation that all results have. The results
-    must have been validated at the same intervals. A cell is empty if no seed was trained so far or there.
+    must have been validated at the same intervals. A cell is empty if no seed got that far, or ran on that processor.
     """
     updates = max((result["updates"] for result in results), key=len)
     millions = [f"{update * results[0]['tokens_per_update'] / 1e6:.1f}" for update in updates]
@@ -314,29 +314,35 @@ def draw_conversions(results: list[dict[str, Any]], floors: list[dict[str, Any]]
 
 
 def draw_long_pairs(
+    tasks: Sequence[str],
     results: list[dict[str, Any]],
     conversions: list[dict[str, Any]],
     times: dict[str, dict[str, float]],
     path: Path,
 ) -> None:
-    """Draw the accuracies on test of the attentions of each long task, and their shares of softmax's time."""
-    tasks = select_tasks(LONG_TASKS, results)
-    figure, panels = plt.subplots(1, len(tasks) + 1, figsize=(4 * len(tasks) + 6, 3.2), sharey=True)
+    """Draw the accuracies on test, a panel for each long task, and in the last panel the share of softmax's time.
+
+    The tasks need a result of fine-tuning or of a conversion. A seed is a mark, and a length is one in the last panel.
+    """
+    columns = len(tasks) + 1
+    size = (4 * columns + 2, 3.2)
+    figure, panels = plt.subplots(1, columns, figsize=size, sharey=True)
+    *accuracy_panels, time_axes = panels
     names = list(reversed(FINE_TUNED))
-    for axes in panels[1:-1]:
-        axes.sharex(panels[0])
-    for task, axes in zip(tasks, panels, strict=False):
-        of_task = select(results, task=task)
+    for axes in accuracy_panels[1:]:
+        axes.sharex(accuracy_panels[0])
+    for task, axes in zip(tasks, accuracy_panels, strict=True):
+        trained = select(results, task=task)
+        converted = select(conversions, task=task)
         for height, name in enumerate(names):
-            trained = held_out(select(of_task, attention=name), TRAINED)
-            axes.plot(trained, [height] * len(trained), "o", color="C0")
-            distilled = held_out(select(conversions, task=task, spec=FINE_TUNED[name]), DISTILLED)
+            with_labels = held_out(select(trained, attention=name), TRAINED)
+            axes.plot(with_labels, [height] * len(with_labels), "o", color="C0")
+            distilled = held_out(select(converted, spec=FINE_TUNED[name]), DISTILLED)
             axes.plot(distilled, [height] * len(distilled), "o", color="C0", fillstyle="none")
-        axes.set_xlabel(f"accuracy [%], {task_title(task, of_task)}")
+        axes.set_xlabel(f"accuracy [%], {task_title(task, [*trained, *converted])}")
     figure.suptitle("dots: trained with labels, rings: linearized and distilled", fontsize=9)
     panels[0].set_yticks(range(len(names)), [LABELS_OF_FINE_TUNED[name] for name in names])
     panels[0].set_ylim(-0.5, len(names) - 0.5)
-    time_axes = panels[-1]
     for marker, (length, milliseconds) in zip("o^s", times.items(), strict=False):
         shares = [milliseconds.get(FINE_TUNED[name], math.nan) / milliseconds[SOFTMAX] for name in names]
         time_axes.plot(shares, range(len(names)), marker, color="C2", label=f"{length} tokens")
@@ -349,7 +355,7 @@ def draw_long_pairs(
 
 
 def draw_pretraining(results: list[dict[str, Any]], path: Path) -> None:
-    """Draw the bits against the tokens and the thread time, and row entropy and spectral gap (means of the layers).
+    """Draw the bits against tokens and thread time, and the layers' mean row entropy and spectral gap against tokens.
 
     The times are those on the processor with most results.
     """

@@ -436,6 +436,7 @@ def test_report_of_one_long_conversion_and_two_schedules(tmp_path):
     assert "| blocks only, first text global | 60.0 | 68.0 | 73.0 |  |  |" in text
     assert "| softmax | 9.00 | 8.00 | 2 | float32 |" in text
     assert "| tnn | 9.00 | 8.00 | 2 | float32 |" in text
+    assert (tmp_path / "long_pairs.png").stat().st_size > 5000
 
 
 def test_every_converted_attention_has_a_label():
