@@ -231,19 +231,15 @@ def long_pairs_table(
 ) -> str:
     """Return the table of the attentions of a long task: `conversions` without its labels, `results` with them.
 
-    Accuracies are those on test, except for the columns of the dev rows (the split valid). The last columns have the
-    time of a text, and its share of softmax's time.
+    Accuracies are those on test. The last columns have the time of a text, and its share of softmax's time.
     """
-    updates = list(dict.fromkeys(update for result in results for update in result["dev_accuracy"]))
-    titles = [f"accuracy [%], {task_title(task, [*results, *conversions])}", *LONG_STAGES]
-    titles += [f"labels: dev after {update} updates" for update in updates]
-    titles += ["labels", *(f"ms, {length} tokens" for length in times)]
+    titles = [f"accuracy [%], {task_title(task, [*results, *conversions])}", *LONG_STAGES, "labels"]
+    titles += [f"ms, {length} tokens" for length in times]
     rows = [titles]
     for attention, spec in FINE_TUNED.items():
         converted = select(conversions, spec=spec)
         trained = select(results, attention=attention)
         cells = [mean_and_range(held_out(converted, stage)) for stage in LONG_STAGES]
-        cells += [mean_and_range([result["dev_accuracy"][update] for result in trained]) for update in updates]
         cells.append(mean_and_range(held_out(trained, TRAINED)))
         if not any(cells):
             continue
@@ -251,24 +247,18 @@ def long_pairs_table(
             cells.append(f"{milliseconds[spec]} ({share})" if share else "")
         rows.append([LABELS_OF_FINE_TUNED[attention], *cells])
     for accuracy in held_out(floors, TF_IDF):
-        empty = [""] * (len(LONG_STAGES) + len(updates))
-        rows.append([FLOOR_LABEL, *empty, f"{accuracy:.1f}", *("" for _ in times)])
+        rows.append([FLOOR_LABEL, *("" for _ in LONG_STAGES), f"{accuracy:.1f}", *("" for _ in times)])
     return markdown(rows)
 
 
 def pretraining_table(results: list[dict[str, Any]]) -> str:
     """Return the table of the bits per masked token at every validation.
 
-    The last columns have the thread time on each processor until the last validation that all results have. The results
-    must have been validated at the same intervals. A cell is empty if no seed got that far, or ran on that processor.
+    The results must have been validated at the same intervals. A cell is empty if no seed got that far.
     """
     updates = max((result["updates"] for result in results), key=len)
     millions = [f"{update * results[0]['tokens_per_update'] / 1e6:.1f}" for update in updates]
-    shortest = min(len(result["updates"]) for result in results)
-    processors = list(dict.fromkeys(processor_name(result) for result in results))
-    titles = ["bits after million tokens", *millions]
-    titles += [f"thread minutes for {millions[shortest - 1]}, {processor}" for processor in processors]
-    rows = [[*titles, "precision"]]
+    rows = [["bits after million tokens", *millions]]
     for attention in PRETRAINED:
         chosen = select(results, attention=attention)
         if not chosen:
@@ -276,10 +266,6 @@ def pretraining_table(results: list[dict[str, Any]]) -> str:
         cells = []
         for index in range(len(updates)):
             cells.append(mean_and_range([result["bits"][index] for result in chosen if index < len(result["bits"])], 2))
-        for processor in processors:
-            timed = [result for result in chosen if processor_name(result) == processor]
-            cells.append(mean_and_range([result["thread_seconds"][shortest - 1] / 60 for result in timed], 0))
-        cells.append(", ".join(sorted({result["precision"] for result in chosen})))
         rows.append([attention, *cells])
     return markdown(rows)
 

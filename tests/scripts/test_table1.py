@@ -369,12 +369,12 @@ def test_report_has_means_ranges_and_the_control(tmp_path):
     assert "| LLN+Diag, average (the paper's) | 60.0 → 71.0 (70.0–72.0) | 1.50 |" in lines
     assert "| blocks only, first text global | 78.5 |  |" in lines
     assert "| Reformer | 60.0 → 79.0 = |  |" in lines
-    cells = ("60.0", "68.0", "73.0", "70.0 (70.0–70.0)", "74.0 (74.0–74.0)", "76.0 (75.0–77.0)", "60.0 (0.75)")
+    cells = ("60.0", "68.0", "73.0", "76.0 (75.0–77.0)", "60.0 (0.75)")
     assert f"| blocks only, first text global | {' | '.join(cells)} |" in lines
-    assert "| TF-IDF and logistic regression |  |  |  |  |  | 50.0 |  |" in lines
+    assert "| TF-IDF and logistic regression |  |  |  | 50.0 |  |" in lines
     assert "| TF-IDF and logistic regression | 58.0 |  |" in lines
     assert "- TNN: tnn replaces the layer" in lines
-    assert "| softmax | 9.00 | 6.17 | 2 | float32 |" in lines
+    assert "| softmax | 9.00 | 6.17 |" in lines
     assert (tmp_path / "conversion.png").stat().st_size > 5000
     assert (tmp_path / "long_pairs.png").stat().st_size > 5000
     assert (tmp_path / "pretraining.png").stat().st_size > 5000
@@ -403,10 +403,9 @@ def test_report_of_pretrainings_that_end_early(tmp_path):
     write_report(tmp_path)
 
     lines = (tmp_path / "table1.md").read_text().splitlines()
-    times = " | ".join(f"thread minutes for 4.1, {processor}" for processor in ("EPYC", "Xeon"))
-    assert f"| bits after million tokens | 2.0 | 4.1 | 6.1 | {times} | precision |" in lines
-    assert "| softmax | 9.25 (9.00–9.50) | 8.10 (8.00–8.20) | 7.00 | 4 | 4 | bfloat16 |" in lines
-    assert "| tnn | 9.20 | 8.40 |  |  | 4 | bfloat16 |" in lines
+    assert "| bits after million tokens | 2.0 | 4.1 | 6.1 |" in lines
+    assert "| softmax | 9.25 (9.00–9.50) | 8.10 (8.00–8.20) | 7.00 |" in lines
+    assert "| tnn | 9.20 | 8.40 |  |" in lines
 
 
 def test_only_first_seeds_of_softmax_and_lln_diag_are_pretrained_to_the_end():
@@ -434,8 +433,8 @@ def test_report_of_one_long_conversion_and_two_schedules(tmp_path):
 
     text = (tmp_path / "table1.md").read_text()
     assert "| blocks only, first text global | 60.0 | 68.0 | 73.0 |  |  |" in text
-    assert "| softmax | 9.00 | 8.00 | 2 | float32 |" in text
-    assert "| tnn | 9.00 | 8.00 | 2 | float32 |" in text
+    assert "| softmax | 9.00 | 8.00 |" in text
+    assert "| tnn | 9.00 | 8.00 |" in text
     assert (tmp_path / "long_pairs.png").stat().st_size > 5000
 
 
