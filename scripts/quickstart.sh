@@ -7,4 +7,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/environment.sh
 
 use_environment "$@"
-exec python -m scripts.research.quickstart ${arguments[@]+"${arguments[@]}"}
+exec python -m scripts.quickstart ${arguments[@]+"${arguments[@]}"}

@@ -33,7 +33,7 @@ from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import run_main
 from lln_fairseq.errors import UserError
 from lln_fairseq.terminal import at_least_one, program_parser, text_table
-from scripts.research.training import (
+from scripts.training import (
     call_logged,
     compose_config,
     format_override,

@@ -46,8 +46,8 @@ from scripts.benchmarks.meter import attention_argument
 from scripts.research import recall
 from scripts.research.programs import write_result
 from scripts.research.report import markdown, mean_and_range, read_results, save, select
-from scripts.research.training import call_logged, train_words
 from scripts.research.units import RESULTS
+from scripts.training import call_logged, train_words
 
 DECAY = "decay"
 WEIGHTS = {

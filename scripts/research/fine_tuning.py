@@ -12,8 +12,8 @@ from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.attention.registry import parse_attention_spec
 from scripts.research.programs import TRAIN, Programs, choose_precision, locked, write_result
-from scripts.research.training import run_override
 from scripts.research.units import ENCODER_POSITIONS, FINE_TUNING, SOFTMAX, TASKS, Unit
+from scripts.training import run_override
 
 TRANSFER_STEPS = 300
 VALIDATE_INTERVAL = 73  # updates; 7,000 rows are 219 updates

@@ -15,8 +15,8 @@ from lln_fairseq.attention import LAYER_REGISTRY
 from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.files import write_bytes
 from scripts.research.programs import TRAIN, Programs, choose_precision, locked, write_result
-from scripts.research.training import run_override
 from scripts.research.units import PRETRAINING, TWO_SEEDS, Unit
+from scripts.training import run_override
 
 UPDATES = 5000
 EARLY = 5  # a unit that ends early has one in so many updates

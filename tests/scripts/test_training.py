@@ -1,4 +1,4 @@
-"""Test how the programs of scripts/research start trainings: logs, failures, kept scores, and Hydra overrides."""
+"""Test how the programs of scripts start trainings: logs, failures, kept scores, and Hydra overrides."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lln_fairseq.errors import UserError
-from scripts.research import training
+from scripts import training
 
 PATHS = ("runs/a_b/checkpoint.pt", "runs/common.seed=1,x y/it's", "back\\slash/", "[a]{b}:c")
 PROGRAM = """
