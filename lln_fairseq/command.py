@@ -6,6 +6,7 @@ The exit codes are:
 1    a foreseeable failure, described in one line on stderr; any other exception is a bug and keeps its traceback
 2    wrong usage (argparse)
 130  Ctrl-C (SIGINT), reported in one line
+141  nobody reads standard output any more (`lln-fairseq predict ... | head`)
 143  SIGTERM, which ends a program in the same way as Ctrl-C
 
 This module imports nothing heavy, because `lln-fairseq` imports it before everything else.
@@ -14,6 +15,7 @@ This module imports nothing heavy, because `lln-fairseq` imports it before every
 import ctypes
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import threading
@@ -35,8 +37,9 @@ def run_main(program: Callable[[], int | None], interrupted: str = "interrupted"
     """Run a program and return its exit code, see the module docstring.
 
     A UserError, an OSError (such as a full disk or missing permissions) or a missing package ends the program with one
-    line on stderr and exit code 1. Other exceptions are raised. If the environment comes from `child_environment`, this
-    process ends together with its parent.
+    line on stderr and exit code 1. If nobody reads standard output any more (`... | head`), the program ends without a
+    word. Other exceptions are raised. If the environment comes from `child_environment`, this process ends together
+    with its parent.
 
     Args:
         program: the program, which returns its exit code, or None for success.
@@ -52,10 +55,24 @@ def run_main(program: Callable[[], int | None], interrupted: str = "interrupted"
             return program() or 0
     except ModuleNotFoundError as error:
         return _end_with_line(f"error: {error} (pip install -r requirements.txt)")
+    except BrokenPipeError as error:
+        if _discard_output():
+            return 128 + signal.SIGPIPE
+        return _end_with_line(f"error: {error}")
     except (UserError, OSError) as error:
         return _end_with_line("error: " + " ".join(str(error).split()))
     except KeyboardInterrupt:
         return _end_with_line(interrupted, interrupt_code())
+
+
+def _discard_output() -> bool:
+    """Return True if standard output is a pipe that nobody reads, and send what is left in its buffer nowhere."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    if not any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it exits
+    return True
 
 
 def _end_with_line(line: str, code: int = 1) -> int:

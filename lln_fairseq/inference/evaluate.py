@@ -22,14 +22,21 @@ from torch import Tensor
 from lln_fairseq.checkpoints.compatibility import is_finetuned, label_names
 from lln_fairseq.checkpoints.reading import load_checkpoint
 from lln_fairseq.errors import UserError
-from lln_fairseq.inference.loading import add_precision_option, build_model, require_finite, use_precision
+from lln_fairseq.inference.loading import (
+    add_positions_option,
+    add_precision_option,
+    build_model,
+    require_finite,
+    set_positions,
+    use_precision,
+)
 from lln_fairseq.scores import ClassCounts, pearson, spearman
 from lln_fairseq.text.text_ids import BATCH_TOKENS
 
 METRIC_FORMATS = {  # in the order in which the metrics are printed
     "accuracy": "accuracy {:.2%}",
     "majority": "majority class {:.2%}",
-    "f1": "F1 of class 1 {:.2%}",
+    "f1": "F1 of label {label} {:.2%}",
     "mcc": "Matthews correlation {:.4f}",
     "pearson": "Pearson {:.4f}",
     "spearman": "Spearman {:.4f}",
@@ -53,12 +60,17 @@ class SplitOutputs:
     targets: Tensor | None
 
 
-def load_finetuned_model(checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
-    """Load a fine-tuned model and its task as `load_model` does. Raise UserError also if it was not fine-tuned."""
+def load_finetuned_model(checkpoint: str, data: str | None = None, positions: int | None = None) -> tuple[Any, Any]:
+    """Load a fine-tuned model and its task as `load_model` does. Raise UserError also if it was not fine-tuned.
+
+    `positions` is the number of tokens that a model with rotary positions shall take; None: what it was trained with.
+    """
     state = load_checkpoint(checkpoint)
     task_name = state["cfg"].task._name
     if not is_finetuned(task_name):
         raise UserError(f"{checkpoint} was not fine-tuned: it holds a model for the task {task_name}")
+    if positions is not None:
+        set_positions(state["cfg"], positions, checkpoint)
     return build_model(state, checkpoint, data)
 
 
@@ -130,8 +142,8 @@ def compute_scores(task: Any, outputs: SplitOutputs) -> dict[str, Any]:
     """Compute the loss and the metrics of a split that has labels. The keys are split, rows, loss and the metrics.
 
     Classification: accuracy, majority (the accuracy of always predicting the most frequent class), mcc and, with two
-    classes, f1. Regression: pearson and spearman. The loss is the cross-entropy in bits per row, or the mean squared
-    error of a regression; all other metrics lie in [0, 1] or [-1, 1].
+    classes, f1 of the second one. Regression: pearson and spearman. The loss is the cross-entropy in bits per row, or
+    the mean squared error of a regression; all other metrics lie in [0, 1] or [-1, 1].
     """
     assert outputs.targets is not None
     scores: dict[str, Any] = {"split": outputs.split, "rows": len(outputs.logits)}
@@ -191,7 +203,8 @@ def report_split(task: Any, outputs: SplitOutputs, json_file: Path | None, tsv_f
     if outputs.targets is None:
         return
     scores = compute_scores(task, outputs)
-    metrics = [text.format(scores[name]) for name, text in METRIC_FORMATS.items() if name in scores]
+    label = label_names(task)[1] if "f1" in scores else ""
+    metrics = [text.format(scores[name], label=label) for name, text in METRIC_FORMATS.items() if name in scores]
     print(f"{split}: {scores['rows']} rows, {', '.join(metrics)}")
     if json_file:
         _file_of_split(json_file, split).write_text(json.dumps(scores, indent=2) + "\n")
@@ -222,6 +235,7 @@ def main(argv: list[str]) -> None:
         help="multiply a regression's output by this and clamp it to [0, SCALE] (default: 5, for STS-B)",
     )
     add_precision_option(parser)
+    add_positions_option(parser)
     args = parser.parse_args(argv)
     if not 0 < args.scale < math.inf:
         parser.error(f"--scale must be above 0 and finite, got {args.scale}")
@@ -236,7 +250,7 @@ def main(argv: list[str]) -> None:
         if file and not file.parent.is_dir():  # checked first, because the evaluation takes long
             raise UserError(f"cannot write {file}: no such directory: {file.parent}")
     warnings.filterwarnings("ignore", "'pin_memory' argument is set as true")  # fairseq sets it on a CPU, too
-    model, task = load_finetuned_model(args.checkpoint, args.data)
+    model, task = load_finetuned_model(args.checkpoint, args.data, args.positions)
     use_precision(model, args.precision)
     for split in splits:
         report_split(task, compute_outputs(model, task, split), args.json, args.predict, args.scale)

@@ -18,7 +18,9 @@ from lln_fairseq.checkpoints.compatibility import check_model_dictionary, check_
 from lln_fairseq.checkpoints.reading import check_weights, load_checkpoint
 from lln_fairseq.checkpoints.run_tokenizer import directories, has_dictionary
 from lln_fairseq.errors import UserError, first_line
+from lln_fairseq.models.adapt import extended_rotary_base
 from lln_fairseq.models.linear_choice import AUTO, FLOAT32, PRECISIONS
+from lln_fairseq.models.lln_roberta import complete_config
 from lln_fairseq.models.packing import pack_linear_layers
 
 logger = logging.getLogger(__name__)
@@ -83,6 +85,26 @@ def _find_dictionaries(checkpoint: str, training_data: str) -> str:
     return str(places[0])
 
 
+def set_positions(config: Any, positions: int, checkpoint: str) -> None:
+    """Set the number of tokens that the model and its task take, and the base of rotary positions for it, in place.
+
+    Raises UserError if the model has no rotary positions.
+    """
+    if positions < 1:
+        raise UserError(f"positions must be at least 1, got {positions}")
+    if not getattr(config.model, "rotary", False):
+        raise UserError(
+            f"{checkpoint} has no rotary positions and takes only as many tokens as it was trained with: leave out "
+            "positions, or extend it with `lln-fairseq convert --positions` and train it on longer texts"
+        )
+    changes = {
+        "max_positions": positions,  # of the model and of a classification
+        "tokens_per_sample": positions,  # of masked language modeling
+        "rotary_base": extended_rotary_base(complete_config(config.model), positions),
+    }
+    overwrite_args_by_name(config, changes)
+
+
 def use_precision(model: Any, precision: str) -> str:
     """Prepare a model for inference in a precision, in place, and return the precision that it has then.
 
@@ -107,6 +129,15 @@ def add_precision_option(parser: argparse.ArgumentParser) -> None:
         choices=PRECISIONS,
         default=FLOAT32,
         help="compute the linear layers on a CPU in this precision, if that is faster (default: %(default)s)",
+    )
+
+
+def add_positions_option(parser: argparse.ArgumentParser) -> None:
+    """Add --positions, which `set_positions` takes."""
+    parser.add_argument(
+        "--positions",
+        type=int,
+        help="tokens of the longest text, for a model with rotary positions (default: what it was trained with)",
     )
 
 

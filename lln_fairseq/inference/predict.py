@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from lln_fairseq.errors import UserError
 from lln_fairseq.files import atomic_path
-from lln_fairseq.inference.loading import add_precision_option
+from lln_fairseq.inference.loading import add_positions_option, add_precision_option
 from lln_fairseq.inference.text_model import Prediction, TextModel, load_text_model
 from lln_fairseq.text.lines import read_lines
 from lln_fairseq.text.text_ids import ON_LONG, LongTextError
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
 
 
 def add_text_options(parser: argparse.ArgumentParser) -> None:
-    """Add --input, --data, --tokenizer, --precision and --on-long to a parser."""
+    """Add --input, --data, --tokenizer, --precision, --on-long and --positions to a parser."""
     parser.add_argument("--input", default=STANDARD_STREAM, help="a UTF-8 file (default: -, standard input)")
     parser.add_argument("--data", help="directory with the dictionaries (default: those saved with the run)")
     parser.add_argument(
@@ -55,11 +55,7 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
         help="cut texts that are longer than the model takes and say at the end how many, or end with an error at the "
         "first one (default: %(default)s)",
     )
-    parser.add_argument(
-        "--positions",
-        type=int,
-        help="tokens of the longest text, for a model with rotary positions (default: what it was trained with)",
-    )
+    add_positions_option(parser)
 
 
 def predict_lines(args: argparse.Namespace) -> None:

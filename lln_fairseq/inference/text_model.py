@@ -4,6 +4,7 @@ from lln_fairseq import load
 load("runs/sst2_lln_diag/checkpoint_best.pt").predict(["a gripping film"])
 """
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +15,6 @@ from typing import Any, NamedTuple, SupportsIndex
 import torch
 import torch.nn.functional as F
 from fairseq.data.data_utils import collate_tokens
-from fairseq.dataclass.utils import overwrite_args_by_name
 from fairseq.models import BaseFairseqModel
 from torch import Tensor, nn
 
@@ -24,10 +24,8 @@ from lln_fairseq.checkpoints.pooling import POOLINGS, Pooling, pool_hidden_state
 from lln_fairseq.checkpoints.reading import load_checkpoint
 from lln_fairseq.checkpoints.run_tokenizer import check_vocabulary, directories
 from lln_fairseq.errors import UserError
-from lln_fairseq.inference.loading import build_model, require_finite, use_precision
-from lln_fairseq.models.adapt import extended_rotary_base
+from lln_fairseq.inference.loading import build_model, require_finite, set_positions, use_precision
 from lln_fairseq.models.linear_choice import FLOAT32
-from lln_fairseq.models.lln_roberta import complete_config
 from lln_fairseq.text.special_symbols import MASK, NUM_SPECIAL
 from lln_fairseq.text.text_ids import (
     CHUNK_CHARACTERS,
@@ -71,6 +69,23 @@ class TokenVectors(NamedTuple):
 
     vectors: Tensor
     offsets: Tensor
+
+
+def _without_training(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a method of TextModel so that it computes without gradients and dropout, also after `train()`."""
+
+    @functools.wraps(compute)
+    @torch.no_grad()
+    def wrapper(self: "TextModel", *args: Any, **kwargs: Any) -> Any:
+        if not self.model.training:
+            return compute(self, *args, **kwargs)
+        self.model.eval()
+        try:
+            return compute(self, *args, **kwargs)
+        finally:
+            self.model.train()
+
+    return wrapper
 
 
 class TextModel(nn.Module):
@@ -244,7 +259,7 @@ class TextModel(nn.Module):
             fillings.append(Filling(token.strip(), probability, (left + token + right).strip()))
         return fillings
 
-    @torch.no_grad()
+    @_without_training
     def _mask_probabilities(self, ids: Tensor) -> Tensor:
         """Return the probabilities (V,), float32 on the CPU, of all symbols at the first <mask> in ids (N,)."""
         is_mask = ids.eq(self.ids.mask)
@@ -324,14 +339,14 @@ class TextModel(nn.Module):
                 outputs[number] = output
         return outputs
 
-    @torch.no_grad()
+    @_without_training
     def _class_logits(self, tokens: Tensor, first_lengths: Tensor | None = None) -> Tensor:
         """Return the logits (B, classes) of the classification head for tokens (B, N), float32 on the CPU."""
         head = self.task.cfg.classification_head_name
         logits, _ = self.model(tokens, features_only=True, classification_head_name=head, first_lengths=first_lengths)
         return logits.float().cpu()
 
-    @torch.no_grad()
+    @_without_training
     def _features(
         self, tokens: Tensor, first_lengths: Tensor | None, pooling: str, normalize: bool
     ) -> Iterable[Tensor]:
@@ -397,7 +412,7 @@ def load_text_model(
     checkpoint = os.fspath(checkpoint)
     state = load_checkpoint(checkpoint)
     if positions is not None:
-        _set_positions(state["cfg"], positions, checkpoint)
+        set_positions(state["cfg"], positions, checkpoint)
     if data:
         places = [Path(data)]
     else:
@@ -413,26 +428,6 @@ def load_text_model(
     del state  # frees its weights: `use_precision` makes another copy of them
     used_precision = use_precision(model, precision)
     return TextModel(model, task, vocabulary, inputs, pooling, used_precision).eval()
-
-
-def _set_positions(config: Any, positions: int, checkpoint: str) -> None:
-    """Set the number of tokens that the model and its task take, and the base of rotary positions for it, in place.
-
-    Raises UserError if the model has no rotary positions.
-    """
-    if positions < 1:
-        raise UserError(f"positions must be at least 1, got {positions}")
-    if not getattr(config.model, "rotary", False):
-        raise UserError(
-            f"{checkpoint} has no rotary positions and takes only as many tokens as it was trained with: leave out "
-            "positions, or extend it with `lln-fairseq convert --positions` and train it on longer texts"
-        )
-    changes = {
-        "max_positions": positions,  # of the model and of a classification
-        "tokens_per_sample": positions,  # of masked language modeling
-        "rotary_base": extended_rotary_base(complete_config(config.model), positions),
-    }
-    overwrite_args_by_name(config, changes)
 
 
 def _find_vocabulary(checkpoint: str, places: list[Path], tokenizer: Any) -> tuple[Path, Any]:

@@ -305,9 +305,12 @@ class LayerwiseTrainer:
         """Load what `state` returned, so that training resumes exactly.
 
         A state without the key "optimizer" leaves the optimizer unchanged. Only the state after the last step may lack
-        this key, because training does not continue from there.
+        this key, because training does not continue from there. ValueError is raised for any other step.
         """
-        self.step = state["step"]
+        step = state["step"]
+        if not 0 <= step <= self.steps or ("optimizer" not in state and step < self.steps):
+            raise ValueError(f"step {step} of {self.steps}")
+        self.step = step
         self.module.load_state_dict(state["module"])
         if "optimizer" in state:
             self.optimizer.load_state_dict(state["optimizer"])

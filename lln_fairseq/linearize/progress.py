@@ -13,7 +13,7 @@ from lln_fairseq.checkpoints.reading import load_plain_data, verify_checksums
 from lln_fairseq.checkpoints.saving import lock_directory
 from lln_fairseq.conversion.convert import CHECKPOINT
 from lln_fairseq.conversion.directory import save_atomically
-from lln_fairseq.errors import UserError
+from lln_fairseq.errors import UserError, first_line
 from lln_fairseq.files import data_hash, sha256_of
 from lln_fairseq.linearize.attention_transfer import LayerwiseTrainer
 from lln_fairseq.terminal import progress_bar
@@ -22,6 +22,7 @@ PROGRESS = "linearize.pt"  # the file next to model.pt from which a run resumes
 LR_OPTIONS = {"transfer": "--lr", "distillation": "--distill-lr"}  # by stage
 UNTIL_DISTILLATION = ("distill", "distill_lr")  # settings that may change until it has begun
 ALWAYS = ("evaluate_rows", "evaluate_texts")  # settings that may always change; all others may never
+DAMAGED = "remove it and model.pt to start again, or give another OUT"
 LOG_INTERVAL = 10  # steps
 SAVE_INTERVAL = 50  # steps
 SAVE_SECONDS = 60.0  # a step on long texts can take seconds
@@ -58,6 +59,7 @@ class Progress:
             return
         saved = load_plain_data(str(self.file))
         verify_checksums(str(self.file))
+        self._check_entries(saved)
         self.stages = saved["stages"]
         differing = [key for key, value in self.settings.items() if saved["settings"].get(key) != value]
         changeable: tuple[str, ...] = ALWAYS
@@ -73,6 +75,19 @@ class Progress:
             self.softmax_layers = saved["softmax_layers"]
         if "evaluate_rows" not in differing:
             self.scores = saved["scores"]
+
+    def _check_entries(self, saved: Any) -> None:
+        """Raise UserError unless OUT/linearize.pt has the entries that `save` writes."""
+        layers = saved.get("softmax_layers") if isinstance(saved, dict) else None
+        is_whole = (
+            isinstance(saved, dict)
+            and all(isinstance(saved.get(key), dict) for key in ("settings", "stages", "scores"))
+            and isinstance(saved.get("complete"), bool)
+            and "softmax_layers" in saved
+            and (layers is None or (isinstance(layers, list) and all(isinstance(x, int) for x in layers)))
+        )
+        if not is_whole:
+            raise UserError(f"{self.file} is damaged: {DAMAGED}")
 
     def _file_identities(self) -> list[tuple[int, ...] | None]:
         """Return what changes when OUT/linearize.pt or OUT/model.pt is written, or None for a missing file."""
@@ -109,7 +124,11 @@ class Progress:
             longest: tokens of the longest texts
         """
         if name in self.stages:
-            trainer.restore(self.stages[name])
+            try:
+                trainer.restore(self.stages[name])
+            except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as damage:
+                reason = first_line(damage)
+                raise UserError(f"{self.file}: the stage {name} is damaged ({reason}): {DAMAGED}") from damage
         recent_losses: deque[list[float]] = deque(maxlen=LOG_INTERVAL)
         last_save = time.monotonic()
         with progress_bar(name, trainer.steps, initial=trainer.step, leave=True) as bar:

@@ -235,6 +235,34 @@ def test_directory_with_another_model_is_rejected(teacher, tmp_path, capsys):
     assert not (tmp_path / "linearize.pt").exists()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda saved: saved.pop("stages"),
+        lambda saved: saved.update(settings=[]),
+        lambda saved: saved.update(softmax_layers="0"),
+        lambda saved: saved["stages"]["transfer"].pop("module"),
+        lambda saved: saved["stages"]["transfer"].update(step=10**9),
+        lambda saved: saved["stages"]["transfer"].update(step=-5),
+        lambda saved: saved["stages"]["transfer"].update(step="one"),
+    ],
+)
+def test_damaged_progress_ends_in_one_line(change, teacher, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run(*teacher, out, *SHORT) == 0
+    saved = torch.load(out / "linearize.pt")
+    change(saved)
+    saved["complete"] = False
+    torch.save(saved, out / "linearize.pt")
+    capsys.readouterr()
+
+    assert run(*teacher, out, *SHORT) == 1
+
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith(f"error: {out / 'linearize.pt'}")
+    assert error.endswith("remove it and model.pt to start again, or give another OUT")
+
+
 DIVERGING = {
     "transfer in step": ("--lr", 1e4, "--steps", 30),
     "transfer on held-out texts": ("--lr", 1e30, "--steps", 1),
