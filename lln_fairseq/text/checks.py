@@ -92,10 +92,18 @@ def check_labels(prefix: str, classes: int, rows: int, combine: bool = False) ->
         starts = np.cumsum(lengths) - lengths
         in_bounds = np.minimum(starts, len(ids) - 1)  # an empty sample at the end starts beyond the ids
         labels = ids[in_bounds].astype(np.int64) - NUM_SPECIAL
-        is_wrong = (labels < 0) | (labels >= classes) | (lengths > 2)
-        if is_wrong.any() or np.count_nonzero(ids != EOS) != len(lengths):
+        counts_before = np.concatenate([[0], np.cumsum(ids != EOS)])  # of labels, before each id
+        counts = counts_before[starts + lengths] - counts_before[starts]
+        is_wrong = (labels < 0) | (labels >= classes) | (lengths > 2) | (counts != 1)
+        if is_wrong.any():
+            row = int(is_wrong.argmax())
+            if counts[row] > 1:
+                raise UserError(
+                    f"{name}: sample {row + 1} has {counts[row]} labels, but multi-label classification is not "
+                    "supported"
+                )
             raise UserError(
-                f"{name}: sample {int(is_wrong.argmax()) + 1} is not one of the {classes} labels in label/dict.txt; "
+                f"{name}: sample {row + 1} is not one of the {classes} labels in label/dict.txt; "
                 f"one of them is damaged or belongs to other data; {_ADVICE}"
             )
     if total not in (0, rows):

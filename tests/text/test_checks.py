@@ -8,7 +8,7 @@ import pytest
 
 from lln_fairseq.errors import UserError
 from lln_fairseq.text import binary_format
-from tests.fairseq_runs import make_classification, make_corpus
+from tests.fairseq_runs import binarize, make_classification, make_corpus
 from tests.tasks.test_tasks import make_task
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
@@ -141,7 +141,7 @@ def test_parts_with_different_dictionaries_are_rejected(corpus, tmp_path):
     [
         ("label/train.bin", overwrite(4, "<H", 6), r"label/train: sample 2 is not one of the 2 labels"),
         ("label/train.bin", overwrite(4, "<H", 2), r"label/train: sample 2 is not one of the 2 labels"),
-        ("label/train.bin", overwrite(6, "<H", 4), r"is not one of the 2 labels"),
+        ("label/train.bin", overwrite(6, "<H", 4), r"label/train: sample 2 has 2 labels"),
         ("label/train.bin", lambda content: content[:-4], "one is cut off"),
         ("label/dict.txt", lambda content: content + content, r"label/dict\.txt, line 3: the symbol '0' occurs twice"),
         ("input0/train.bin", overwrite(4, "<H", 65), r"input0/train\.bin holds the id 65"),
@@ -202,6 +202,14 @@ def test_wrong_number_of_labels_is_rejected(classification, shorter_classificati
     copy_files(shorter_classification / "label/train", classification / "label/train")
 
     assert_rejected(classification, "label/train has 8 labels for 9 rows")
+
+
+@pytest.mark.parametrize("labels", [["0"] * (ROWS - 1) + ["0 1"], ["0 1"] + ["0"] * (ROWS - 1)])
+def test_row_with_two_labels_is_rejected(classification, labels):
+    binarize(labels, classification / "label/dict.txt", classification / "label/train")
+
+    row = labels.index("0 1") + 1
+    assert_rejected(classification, f"label/train: sample {row} has 2 labels, but multi-label classification is not")
 
 
 def test_training_data_without_labels_is_rejected(classification):
