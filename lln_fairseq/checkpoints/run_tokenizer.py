@@ -5,11 +5,13 @@
         spm.model           or encoder.json and vocab.bpe, as data_prep puts them next to its data
         manifest.json       names these files, with checksums, so that `data_prep.glue --tokenizer` takes the directory
 
-Data that data_prep did not write has no tokenizer: then only the dictionaries are saved.
+Data that data_prep did not write has no tokenizer. Then that of the checkpoint that the run starts from is saved if its
+dictionary is the same, and otherwise only the dictionaries.
 """
 
 import json
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,8 @@ from fairseq.utils import split_paths
 
 from lln_fairseq.errors import UserError
 from lln_fairseq.files import write_bytes
-from lln_fairseq.text.special_symbols import NUM_SPECIAL
-from lln_fairseq.text.vocabulary import MANIFEST, load_vocabulary
+from lln_fairseq.text.special_symbols import MASK, NUM_SPECIAL
+from lln_fairseq.text.vocabulary import MANIFEST, Vocabulary, load_vocabulary, recorded_identity
 
 FOLDER = "tokenizer"
 DICTIONARIES = ("dict.txt", "input0/dict.txt", "input1/dict.txt", "label/dict.txt")
@@ -26,12 +28,13 @@ DICTIONARIES = ("dict.txt", "input0/dict.txt", "input1/dict.txt", "label/dict.tx
 logger = logging.getLogger(__name__)
 
 
-def save_tokenizer(task: Any, save_dir: str) -> None:
+def save_tokenizer(task: Any, save_dir: str, start: str | None = None) -> None:
     """Copy the dictionaries and the tokenizer of the task's data to SAVE_DIR/tokenizer.
 
-    If the data has no tokenizer that fits its dictionary, only the dictionaries are copied and the reason is logged.
-    Unchanged files are not written again. If an earlier task left a dictionary or a manifest there and this task has no
-    such file, the old file is removed. Of several data directories, only the first is read.
+    Data without a tokenizer gets that of the checkpoint `start`, from which the task's model begins, if both have the
+    same dictionary. If there is none, only the dictionaries are copied and the reason is logged. Unchanged files are
+    not written again. If an earlier task left a dictionary or a manifest there and this task has no such file, the old
+    file is removed. Of several data directories, only the first is read.
     """
     data = Path(split_paths(task.cfg.data)[0])
     directory = Path(save_dir, FOLDER)
@@ -39,8 +42,7 @@ def save_tokenizer(task: Any, save_dir: str) -> None:
     if (data / "input1").is_dir() and "input0/dict.txt" in files:  # input1 has the same dictionary if it has no file
         files.setdefault("input1/dict.txt", files["input0/dict.txt"])
     try:
-        vocabulary = load_vocabulary(str(data))
-        check_vocabulary(vocabulary, task, str(data))
+        vocabulary = _find_vocabulary(task, data, start)
     except UserError as error:
         logger.info(f"this run's model can be given text only with the option --tokenizer: {error}")
     else:
@@ -53,6 +55,28 @@ def save_tokenizer(task: Any, save_dir: str) -> None:
         (directory / name).unlink(missing_ok=True)
     for name, content in files.items():
         write_bytes(directory / name, content)
+
+
+def _find_vocabulary(task: Any, data: Path, start: str | None) -> Vocabulary:
+    """Return the vocabulary of the task's data, or that of the checkpoint `start` if the data has none.
+
+    UserError, with the reason for the data, is raised if neither has one that fits the dictionary of the data.
+    """
+    try:
+        vocabulary = load_vocabulary(str(data))
+        check_vocabulary(vocabulary, task, str(data))
+        return vocabulary
+    except UserError:
+        candidates = []
+        if start:
+            candidates = directories(start, None)
+        for directory in candidates:
+            with suppress(UserError):
+                vocabulary = load_vocabulary(str(directory))
+                has_same_symbols = task.source_dictionary.symbols[NUM_SPECIAL:] == [*vocabulary.symbols, MASK]
+                if has_same_symbols and recorded_identity(data) in ("", vocabulary.identity):
+                    return vocabulary
+        raise
 
 
 def check_vocabulary(vocabulary: Any, task: Any, where: str) -> None:

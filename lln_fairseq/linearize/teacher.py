@@ -121,5 +121,5 @@ def write_classifier(
     }
     parameters = {name: value.cpu() for name, value in model.state_dict().items()}
     state = checkpoint_at_update_0(parameters, {**plain_options(model.args), **options}, task_options, identity)
-    save_tokenizer(task, str(out))
+    save_tokenizer(task, str(out), str(teacher))
     save_atomically(state, out / CHECKPOINT)

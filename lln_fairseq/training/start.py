@@ -137,7 +137,7 @@ def prepare_training(original: Callable, cfg: Any, trainer: Trainer, **kwargs: A
     is_first = worker.is_first_worker()
     saves = is_first and not cfg.no_save
     if saves and getattr(trainer.cfg.task, "_name", None) in KNOWN["task"]:
-        save_tokenizer(task, cfg.save_dir)
+        save_tokenizer(task, cfg.save_dir, cfg.finetune_from_model)
     plan_schedule(trainer, len(iterator))
     seconds = (extra_state or {}).get("previous_training_time", 0)
     reason = reason_for_completion(trainer, seconds, iterator.next_epoch_idx)
