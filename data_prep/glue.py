@@ -280,7 +280,7 @@ def summarize_glue_task(task: GlueTask, content: dict[str, Any]) -> str:
     lines = []
     for split, counts in content["counts"].items():
         line = f"{task.name} {split}: {counts['rows']} rows"
-        if counts["rows"] != task.rows[split]:
+        if counts["rows"] != task.rows.get(split, counts["rows"]):
             line += f" (published: {task.rows[split]})"
         for label, count in counts.get("labels", {}).items():
             line += f", {count} {label}"

@@ -1,7 +1,8 @@
 """List the GLUE tasks, and read the rows of their files."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from lln_fairseq.errors import UserError
 
@@ -212,23 +213,53 @@ def read_glue_rows(
         if column not in header:
             raise UserError(f"{name}, line 1: no column {column!r} among {', '.join(header)[:200]}")
     columns = [header.index(column) for column in column_names]
-
-    texts: list[list[str]] = [[] for _ in task.inputs]
-    rows = GlueRows(tuple(texts), labels=None)
+    label = None
     if has_labels:
+        label = columns.pop()
+    parse_label = partial(_checked_label, task=task)
+    skip_broken = task.skip_broken and has_labels
+    return read_rows(numbered_cells, name, len(header), columns, label, parse_label, skip_broken, keep)
+
+
+def read_rows(
+    numbered_cells: Iterable[tuple[int, list[str]]],
+    name: str,
+    width: int,
+    inputs: Sequence[int],
+    label: int | None,
+    parse_label: Callable[[str, str], str],
+    skip_broken: bool = False,
+    keep: Callable[[list[str]], bool] | None = None,
+) -> GlueRows:
+    """Read the texts and labels of rows, and strip them.
+
+    Args:
+        numbered_cells: the rows as `split_cells` yields them, without the header.
+        name: the name of the file, for error messages.
+        width: the number of columns.
+        inputs: the columns of the texts, from 0.
+        label: the column of the label; None if the rows have no labels.
+        parse_label: returns the label to keep for the label of a row. The second argument is the file and the line, for
+            error messages.
+        skip_broken: leave out rows with a wrong number of columns, and record their lines. Otherwise such a row raises
+            UserError.
+        keep: as for `read_glue_rows`.
+    """
+    texts: list[list[str]] = [[] for _ in inputs]
+    rows = GlueRows(tuple(texts), labels=None)
+    if label is not None:
         rows.labels = []
     for number, cells in numbered_cells:
-        if len(cells) != len(header):
-            if not (task.skip_broken and has_labels):
-                raise UserError(f"{name}, line {number}: expected {len(header)} columns, got {len(cells)}")
+        if len(cells) != width:
+            if not skip_broken:
+                raise UserError(f"{name}, line {number}: expected {width} columns, got {len(cells)}")
             rows.broken.append(number)
             continue
         if keep is not None and not keep(cells):
             continue
-        values = [cells[column].strip() for column in columns]
-        if rows.labels is not None:
-            label = values.pop()
-            rows.labels.append(_checked_label(label, task, f"{name}, line {number}"))
+        if label is not None and rows.labels is not None:
+            rows.labels.append(parse_label(cells[label].strip(), f"{name}, line {number}"))
+        values = [cells[column].strip() for column in inputs]
         for column_texts, text in zip(texts, values, strict=True):
             column_texts.append(text)
         if not all(values):
@@ -238,7 +269,7 @@ def read_glue_rows(
     return rows
 
 
-def _checked_label(label: str, task: GlueTask, location: str) -> str:
+def _checked_label(label: str, location: str, task: GlueTask) -> str:
     """Return the label of a classification unchanged, or the score of a regression divided by MAX_SCORE, as text."""
     if task.labels:
         if label not in task.labels:

@@ -1,0 +1,368 @@
+"""Build a classification or regression from your own TSV files, for fairseq's sentence_prediction task.
+
+    python -m data_prep.tsv --train train.tsv --valid valid.tsv --text review --label sentiment \\
+        --tokenizer encoders/softmax --out data-bin/reviews
+
+A file is UTF-8 and has a row per line, with tabs between the columns. Quotes are ordinary characters. The first line
+has the names of the columns, unless --no-header is given. --text and --label select columns by name, or by number from
+1. If the test file has no column of labels, `test` has no labels. A row that cannot be used is an error.
+
+The classes are the labels of `train`, in sorted order. With --labels they are those of a classifier, in its order.
+
+The output has the layout of data_prep.glue. With --regression, label/SPLIT.label has the number of each row.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from lln_fairseq.errors import UserError
+from lln_fairseq.files import sha256_of
+from lln_fairseq.terminal import print_status
+from lln_fairseq.text.encode import ParallelEncoder
+from lln_fairseq.text.labels import label_dictionary, read_class_names
+from lln_fairseq.text.lines import SPLITS, read_lines
+
+from . import manifest
+from .command import add_build_options, add_tokenizer_option, run_command
+from .download import load_tokenizer
+from .glue import describe_result, glue_result_files, summarize_glue_task, write_glue_task
+from .glue_tasks import GlueRows, GlueTask, read_rows, split_cells
+
+FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
+QUOTED = re.compile(r'"(?:[^"]|"")*"')  # a cell as CSV writers quote it
+LABEL_SEPARATORS = re.compile("[,;|]")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a TSV file: those of the texts and that of the label, by name or by number from 1."""
+
+    texts: Sequence[str]
+    label: str
+    has_header: bool
+
+    def find(self, column: str, first_line: Sequence[str], name: str) -> int | None:
+        """Return the index of a column from 0; None if there is no such column. `name` is the name of the file.
+
+        `first_line` has the stripped cells of the first line. If two of them are the name of the column, UserError is
+        raised.
+        """
+        if self.has_header and column in first_line:
+            if first_line.count(column) > 1:
+                raise UserError(f"{name}, line 1: two columns are called {column!r}; give the number of one, from 1")
+            return first_line.index(column)
+        if column.isdecimal() and 1 <= int(column) <= len(first_line):
+            return int(column) - 1
+        return None
+
+
+class ClassLabels:
+    """Checks and renames the labels of a classification.
+
+    Attributes:
+        classes: the possible labels, after renaming. Empty accepts any label.
+        origin: where `classes` come from, for error messages.
+        renamed: the new name for each label of the files that changes.
+        seen: all labels of the files, before renaming.
+    """
+
+    def __init__(self, source: Path | None, renamed: Mapping[str, str]) -> None:
+        self.classes: list[str] = []
+        if source is not None:
+            self.classes = read_class_names(source)
+        self.origin = f"the labels of {source}"
+        self.renamed = renamed
+        self.seen: set[str] = set()
+        for old, new in renamed.items():
+            if self.classes and new not in self.classes:
+                raise UserError(
+                    f"--rename {old} {new}: {new!r} is not one of {self.origin} ({', '.join(self.classes)[:200]})"
+                )
+
+    def parse(self, label: str, location: str) -> str:
+        """Return the label of a row after renaming. Raise UserError if it is empty, in quotes or not a class."""
+        if not label:
+            raise UserError(f"{location}: the label is empty")
+        check_quotes(label, location, is_label=True)
+        self.seen.add(label)
+        name = self.renamed.get(label, label)
+        if self.classes and name not in self.classes:
+            self.require_single(label, location)
+            raise UserError(
+                f"{location}: the label must be one of {self.origin} ({', '.join(self.classes)[:200]}), got {label!r}; "
+                "--rename OLD NEW renames labels"
+            )
+        return name
+
+    def require_single(self, label: str, location: str) -> None:
+        """Raise UserError if a label is a list of several classes, separated by commas, semicolons or bars."""
+        parts = [part.strip() for part in LABEL_SEPARATORS.split(label)]
+        if len(parts) > 1 and all(self.renamed.get(part, part) in self.classes for part in parts):
+            raise UserError(
+                f"{location}: the row has {len(parts)} labels, {label!r}, but multi-label classification is not "
+                "supported"
+            )
+
+    def use_training_labels(self, labels: Sequence[str], path: Path, first_line: int) -> None:
+        """Set `classes` to the labels of the rows of a training file, whose first row is line `first_line`."""
+        self.classes = sorted_classes(labels)
+        self.origin = f"the labels of {path}"
+        for number, label in enumerate(labels, start=first_line):
+            self.require_single(label, f"{path}, line {number}")
+        if len(self.classes) == 1:
+            raise UserError(f"{path}: all rows have the same label, {self.classes[0]!r}")
+
+    def check_names(self) -> None:
+        """Raise UserError if fairseq cannot have the name of a class, or a label to be renamed is in no row."""
+        label_dictionary(self.classes, {})
+        for label in self.renamed:
+            if label not in self.seen:
+                raise UserError(f"--rename {label}: no row has the label {label!r}")
+
+
+def sorted_classes(labels: Iterable[str]) -> list[str]:
+    """Return the different labels in order: as numbers if all are integers, otherwise as text."""
+    names = sorted(set(labels))
+    try:
+        return sorted(names, key=int)
+    except ValueError:
+        return names
+
+
+def parse_number(label: str, location: str) -> str:
+    """Return the label of a regression unchanged. Raise UserError if it is not a finite number."""
+    if not _is_finite_number(label):
+        raise UserError(f"{location}: the label of a regression must be one finite number, got {label!r}")
+    return label
+
+
+def _is_finite_number(text: str) -> bool:
+    try:
+        return isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def check_quotes(cell: str, location: str, is_label: bool = False) -> None:
+    """Raise UserError if a CSV writer has quoted a cell.
+
+    A text in quotes can be meant as it is, unless quotes inside it are doubled. A label in quotes is never meant so.
+    """
+    if QUOTED.fullmatch(cell) and (is_label or '""' in cell):
+        raise UserError(
+            f"{location}: {cell[:40]} is quoted as in CSV, but quotes are ordinary characters here: write the file "
+            "without quoting"
+        )
+
+
+def read_split(path: Path, split: str, columns: Columns, parse_label: Callable[[str, str], str]) -> GlueRows:
+    """Read the rows of a split. `parse_label` is as for `read_rows`. Only `test` may lack the column of the label."""
+    name = str(path)
+    with path.open("rb") as stream:
+        numbered_cells = split_cells(read_lines(stream, name))
+        first = next(numbered_cells, None)
+        if first is None:
+            raise UserError(f"{name} is empty")
+        first_line = [cell.strip() for cell in first[1]]
+        indices = []
+        for column in (*columns.texts, columns.label):
+            index = columns.find(column, first_line, name)
+            is_optional = split == "test" and column == columns.label
+            if index is None and not is_optional:
+                names = ", ".join(first_line)[:200]
+                advice = "without a header line, give --no-header and the numbers of columns"
+                if not columns.has_header:
+                    advice = f"without a header line, columns are numbers from 1 to {len(first_line)}"
+                raise UserError(f"{name}, line 1: no column {column!r} among {names}; {advice}")
+            indices.append(index)
+        if len(set(indices)) < len(indices):
+            raise UserError(f"{name}: --text and --label must be different columns")
+        inputs = [index for index in indices[:-1] if index is not None]
+        label = indices[-1]
+        if not columns.has_header:
+            numbered_cells = chain([first], numbered_cells)
+        rows = read_rows(_check_cells(numbered_cells, name), name, len(first_line), inputs, label, parse_label)
+    if columns.has_header and label is not None and first_line[label] != columns.label:
+        header = first_line[label]
+        if header in (rows.labels or ()) or _is_finite_number(header):
+            raise UserError(
+                f"{name}, line 1 looks like a row instead of a header, with the label {header!r}: add --no-header"
+            )
+    return rows
+
+
+def _check_cells(numbered_cells: Iterable[tuple[int, list[str]]], name: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the rows unchanged, after `check_quotes` of each cell."""
+    for number, cells in numbered_cells:
+        for cell in cells:
+            check_quotes(cell, f"{name}, line {number}")
+        yield number, cells
+
+
+def read_splits(files: Mapping[str, Path], columns: Columns, labels: ClassLabels | None) -> dict[str, GlueRows]:
+    """Read the rows of every split, with `train` first. `labels` is None for a regression.
+
+    If `labels` has no classes yet, they are set to those of `train`.
+    """
+    rows: dict[str, GlueRows] = {}
+    for split, path in files.items():
+        if labels is None:
+            rows[split] = read_split(path, split, columns, parse_number)
+            continue
+        rows[split] = read_split(path, split, columns, labels.parse)
+        if not labels.classes:
+            first_line = 2 if columns.has_header else 1
+            labels.use_training_labels(rows[split].labels or [], path, first_line)
+    if labels is not None:
+        labels.check_names()
+    return rows
+
+
+def check_first_lines(files: Iterable[Path]) -> None:
+    """Raise UserError if different files without headers have the same first line, which is then a header."""
+    paths = list(files)
+    first_lines = []
+    for path in paths:
+        with path.open("rb") as stream:
+            first_lines.append(stream.readline())
+    if len({sha256_of(path) for path in paths}) > 1 and len(set(first_lines)) == 1:
+        raise UserError(
+            f"{' and '.join(map(str, paths))} have the same first line, as if it was a header: leave out --no-header"
+        )
+
+
+def build_tsv(
+    out: Path,
+    tokenizer: str,
+    files: Mapping[str, Path],
+    columns: Columns,
+    regression: bool = False,
+    labels: Path | None = None,
+    renamed: Mapping[str, str] | None = None,
+    workers: int | None = None,
+    overwrite: bool = False,
+) -> tuple[GlueTask, dict[str, Any]]:
+    """Build the data set in `out`, and return its task and its manifest.
+
+    A finished directory with the same settings is kept.
+
+    Args:
+        out: the output directory, which is created.
+        tokenizer: a tokenizer that load_tokenizer accepts.
+        files: the file of each split, "train" first. Without it, a classification needs `labels`.
+        columns: the columns of all files.
+        regression: the labels are numbers.
+        labels: a classifier's checkpoint or directory, which determines the classes and their order; None takes the
+            labels of "train".
+        renamed: the new name for each label of the files that changes.
+        workers: number of processes; None uses all cores.
+        overwrite: build again even if the directory contains a result.
+    """
+    vocabulary = load_tokenizer(tokenizer)
+    class_labels = None
+    if not regression:
+        class_labels = ClassLabels(labels, renamed or {})
+    if not columns.has_header:
+        check_first_lines(files.values())
+    rows = read_splits(files, columns, class_labels)
+    task = GlueTask(
+        out.name,
+        inputs=tuple(columns.texts),
+        labels=(),
+        metric="Pearson and Spearman correlation",
+        rows={},
+        published=(),
+        label=columns.label,
+        files={split: path.name for split, path in files.items()},
+    )
+    if class_labels is not None:
+        task = replace(task, labels=tuple(class_labels.classes), metric="accuracy")
+    sources = [{"name": path.name, "split": split, "sha256": sha256_of(path)} for split, path in files.items()]
+    settings = {
+        "program": "data_prep.tsv",
+        "format": FORMAT,
+        "source": {source["split"]: source["sha256"] for source in sources},
+        "text": list(columns.texts),
+        "label": columns.label,
+        "header": columns.has_header,
+        "labels": list(task.labels),
+        "rename": dict(renamed or {}),
+        "tokenizer": vocabulary.identity,
+    }
+
+    def write(rows: dict[str, GlueRows]) -> dict[str, Any]:
+        with ParallelEncoder(vocabulary, workers) as encoder:
+            datasets = write_glue_task(out, task, rows, encoder)
+        return {"sources": sources, **describe_result(task, vocabulary, rows, datasets)}
+
+    labeled_splits = [split for split in files if rows[split].labels is not None]
+    result_files = glue_result_files(task, list(files), vocabulary, labeled_splits)
+    return task, manifest.build_directory(out, settings, result_files, lambda: rows, write, overwrite)
+
+
+def build_and_summarize(**options: Any) -> None:
+    """Run `build_tsv` with these arguments, and print the counts of each split and the classes."""
+    task, content = build_tsv(**options)
+    print_status(summarize_glue_task(task, content))
+    if task.labels:
+        print_status(f"{len(task.labels)} classes (task.num_classes): {', '.join(task.labels)}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m data_prep.tsv", description=(__doc__ or "").split("\n")[0])
+    for split in SPLITS:
+        parser.add_argument(f"--{split}", type=Path, metavar="FILE", help=f"TSV file with the rows of {split}")
+    parser.add_argument(
+        "--text", nargs="+", default=["text"], metavar="COLUMN", help="column of the text, or columns of two texts"
+    )
+    parser.add_argument("--label", default="label", metavar="COLUMN", help="column of the label (default: %(default)s)")
+    parser.add_argument("--no-header", action="store_true", help="the first line is a row: columns are numbers from 1")
+    parser.add_argument("--regression", action="store_true", help="the labels are numbers to be predicted")
+    parser.add_argument(
+        "--labels",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="take the labels and their order from this classifier (default: the labels of train, sorted)",
+    )
+    parser.add_argument(
+        "--rename", nargs=2, action="append", default=[], metavar=("OLD", "NEW"), help="rename a label of the files"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="output directory")
+    add_tokenizer_option(parser)
+    add_build_options(parser)
+    args = parser.parse_args(argv)
+    files = {split: getattr(args, split) for split in SPLITS if getattr(args, split) is not None}
+    if not files:
+        parser.error("give at least one of --train, --valid and --test")
+    if len(args.text) > 2:
+        parser.error(f"--text must be one or two columns, got {len(args.text)}")
+    if args.regression and (args.labels or args.rename):
+        parser.error("--labels and --rename are for classifications")
+    if not args.regression and not args.labels and not args.train:
+        parser.error("without --train, a classification needs --labels CHECKPOINT")
+    return run_command(
+        partial(
+            build_and_summarize,
+            out=args.out,
+            tokenizer=args.tokenizer,
+            files=files,
+            columns=Columns(args.text, args.label, not args.no_header),
+            regression=args.regression,
+            labels=args.labels,
+            renamed=dict(args.rename),
+            workers=args.workers,
+            overwrite=args.overwrite,
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
