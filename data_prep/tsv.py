@@ -226,19 +226,6 @@ def read_splits(files: Mapping[str, Path], columns: Columns, labels: ClassLabels
     return rows
 
 
-def check_first_lines(files: Iterable[Path]) -> None:
-    """Raise UserError if different files without headers have the same first line, which is then a header."""
-    paths = list(files)
-    first_lines = []
-    for path in paths:
-        with path.open("rb") as stream:
-            first_lines.append(stream.readline())
-    if len({sha256_of(path) for path in paths}) > 1 and len(set(first_lines)) == 1:
-        raise UserError(
-            f"{' and '.join(map(str, paths))} have the same first line, as if it was a header: leave out --no-header"
-        )
-
-
 def build_tsv(
     out: Path,
     tokenizer: str,
@@ -270,8 +257,6 @@ def build_tsv(
     class_labels = None
     if not regression:
         class_labels = ClassLabels(labels, renamed or {})
-    if not columns.has_header:
-        check_first_lines(files.values())
     rows = read_splits(files, columns, class_labels)
     task = GlueTask(
         out.name,

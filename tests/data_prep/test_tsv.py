@@ -239,16 +239,6 @@ def test_label_that_only_valid_has_is_an_error(build, write):
     )
 
 
-def test_headers_are_not_read_as_rows(build, write):
-    train = write("train.tsv", TRAIN)
-    valid = write("valid.tsv", VALID)
-
-    code, _, stderr = build("--train", train, "--valid", valid, "--no-header", "--text", 1, "--label", 2)
-
-    assert code == 1
-    assert_one_line(stderr, "have the same first line, as if it was a header: leave out --no-header")
-
-
 def test_finished_directory_is_kept_and_changed_rows_are_an_error(tmp_path, build, write):
     train = write("train.tsv", TRAIN)
     assert build("--train", train)[0] == 0
