@@ -16,6 +16,7 @@ derived from the registry. Mechanisms that replace a whole encoder layer are reg
 import dataclasses
 import difflib
 import json
+import math
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_type_hints
@@ -245,7 +246,7 @@ def parse_config(name: str, options: dict[str, Any]) -> Any:
 
 
 def _check_value(name: str, key: str, value: Any, type_hint: Any, metadata: Mapping[str, Any]) -> None:
-    """Raise ValueError if a value is not among the choices, is a string for a number, or is below the minimum.
+    """Raise ValueError if a value is not among the choices, or is a string, infinite or too small for a number.
 
     Other types are not checked. `metadata` is what `option` has stored in the field.
     """
@@ -255,6 +256,8 @@ def _check_value(name: str, key: str, value: Any, type_hint: Any, metadata: Mapp
     is_numeric = not {type_hint, *get_args(type_hint)}.isdisjoint({int, float})
     if is_numeric and isinstance(value, str):
         raise ValueError(f"attention '{name}': {key} must be a number, got '{value}'")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"attention '{name}': {key} must be finite, got {value}")
     minimum = metadata.get("at_least")
     if minimum is not None and value is not None and value < minimum:
         raise ValueError(f"attention '{name}': {key} must be at least {minimum}, got {value}")

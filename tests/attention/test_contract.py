@@ -1,5 +1,7 @@
 """The contract of every registered attention. A new file in lln_fairseq/attention is tested without a change here."""
 
+import math
+
 import pytest
 import torch
 
@@ -188,6 +190,9 @@ BAD_ARGUMENTS = [
     (dict(name="lln", scope="layer"), "choose from head, batch"),
     (dict(name="lln", alpha=1.0), "together"),
     (dict(name="lln", alpha=-1.0, beta=1.0), "positive"),
+    (dict(name="lln", alpha=math.inf, beta=1.0), "attention 'lln': alpha must be finite, got inf"),
+    (dict(name="lln_diag", alpha=1.0, beta=math.nan), "beta must be finite, got nan"),
+    (dict(name="skyformer", gamma=math.inf), "gamma must be finite, got inf"),
     (dict(name="lln_diag", block_size=0), "at least 1"),
     (dict(name="lln_diag", global_tokens="16"), "global_tokens=16 needs the mix joint_offset, got mix 'average'"),
     (dict(name="lln_diag", global_tokens="first_segment"), "needs the mix joint_offset, got mix 'average'"),
