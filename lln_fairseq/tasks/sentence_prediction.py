@@ -210,8 +210,7 @@ class LLNSentencePredictionTask(HookedTask, ClassifierTask):
         for split in splits:
             if not has_targets(self.dataset(split)):
                 raise UserError(
-                    f"--valid-subset (dataset.valid_subset) must name splits with labels, but split '{split}' of "
-                    f"{self.cfg.data} has none: leave it out"
+                    f"{self._no_labels(split)}; --valid-subset (dataset.valid_subset) must name splits with labels"
                 )
         if self.cfg.regression_target and len(self.dataset(splits[0])) == 1:
             logger.warning(
@@ -251,7 +250,15 @@ class LLNSentencePredictionTask(HookedTask, ClassifierTask):
         else:
             labels = check_labels(f"{data / 'label' / split}", self.cfg.num_classes, rows, combine)
         if not labels and split.startswith("train"):
-            raise UserError(f"split '{split}' of {data} has no labels; prepare the data again")
+            raise UserError(self._no_labels(split))
+
+    def _no_labels(self, split: str) -> str:
+        """Return the message that a split has no labels, which says where they are read from."""
+        label = Path(self.cfg.data, "label", split)
+        message = f"split '{split}' of {self.cfg.data} has no labels:"
+        if self.cfg.regression_target:
+            return f"{message} a regression reads {label}.label, one number per line, which does not exist"
+        return f"{message} {label}.idx does not exist"
 
     @property
     def labels(self) -> list[str]:
