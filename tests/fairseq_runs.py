@@ -10,11 +10,15 @@ from pathlib import Path
 import fairseq_cli.hydra_train
 import fairseq_cli.train
 import torch
+from fairseq import checkpoint_utils
 from fairseq.data import Dictionary, indexed_dataset
+from fairseq.logging import progress_bar
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 
 import lln_fairseq
 from lln_fairseq.training.recipes import CONFIGS
+from lln_fairseq.training.resume import PATIENCE_ATTRIBUTES
 
 lln_fairseq.register()
 WORDS = [f"w{i}" for i in range(60)]
@@ -93,6 +97,17 @@ def split_options(text):
     return text.split()
 
 
+def forget_previous_run():
+    """Reset what fairseq keeps in a process from its previous run. Outside the tests, every run has its own process."""
+    vars(checkpoint_utils.save_checkpoint).pop("best", None)
+    for name in PATIENCE_ATTRIBUTES:
+        vars(fairseq_cli.train.should_stop_early).pop(name, None)
+    for writer in progress_bar._tensorboard_writers.values():
+        writer.close()
+    progress_bar._tensorboard_writers.clear()
+    HydraConfig.instance().cfg = None
+
+
 TRAINING = split_options("""
     --cpu --num-workers 0 --seed 3 --optimizer adam --lr 0.001 --lr-scheduler fixed --log-format json --log-interval 1
     --no-progress-bar --no-epoch-checkpoints --batch-size 8 --max-update 3 --encoder-layers 2 --encoder-embed-dim 32
@@ -110,6 +125,7 @@ def train(monkeypatch, log, data, save_dir, *options):
     arguments = [str(data), *TRAINING, "--save-dir", str(save_dir), "--log-file", str(log), *map(str, options)]
     monkeypatch.setattr(sys, "argv", ["fairseq-train", *arguments])
     logging.getLogger().setLevel(logging.INFO)  # fairseq-train sets it only if pytest has not configured logging
+    forget_previous_run()
     try:
         fairseq_cli.train.cli_main()
     finally:
@@ -156,10 +172,11 @@ def assert_resumes_exactly(monkeypatch, folder, data, *options, stop=2, updates=
 def hydra_train(monkeypatch, *arguments, recipe="pretrain"):
     """Run fairseq-hydra-train with one of our recipes in this process, without the logging of Hydra."""
     command = ["fairseq-hydra-train", "--config-dir", str(CONFIGS), "--config-name", recipe, *map(str, arguments)]
-    command += [f"common.user_dir={USER_DIR[1]}", "hydra/job_logging=none", "hydra/hydra_logging=none"]
+    command += ["hydra/job_logging=none", "hydra/hydra_logging=none"]
     monkeypatch.setattr(sys, "argv", command)
     logging.getLogger().setLevel(logging.INFO)
     GlobalHydra.instance().clear()
+    forget_previous_run()
     fairseq_cli.hydra_train.cli_main()
 
 

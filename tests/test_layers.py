@@ -64,7 +64,8 @@ ALLOWED_IMPORTS = {
         "training",
     },
 }
-PROGRAMS = {"__init__", "__main__", "analysis.analyze", "training.train"}  # these may import everything
+# These may import everything.
+PROGRAMS = {"__init__", "__main__", "analysis.analyze", "training.train", "training.hydra_callback"}
 WITHOUT_FAIRSEQ = {"ops", "attention", "errors", "files", "command", "terminal", "__init__"}
 FAIRSEQ_PACKAGES = {"fairseq", "fairseq_cli", "hydra", "omegaconf"}
 

@@ -127,14 +127,29 @@ def test_built_package_has_every_file_of_checkout(folder, packaged_folder, built
     assert [path for path in files if not (target / path.relative_to(source)).is_file()] == []
 
 
-def test_installed_training_finds_recipes_and_user_dir(run_installed, built_package):
-    output = run_installed(
-        *("lln_fairseq", "train", "--config-name", "pretrain", "--cfg", "job", "--resolve"),
-        *("model=tiny", "corpus=demo", "run=cpu"),
-    )
+def test_installed_training_finds_recipes(run_installed):
+    command = ("lln_fairseq", "train", "--config-name", "pretrain", "--cfg", "job", "--resolve")
+    assert "_name: lln_roberta_tiny" in run_installed(*command, "model=tiny", "corpus=demo", "run=cpu")
 
-    assert "_name: lln_roberta_tiny" in output
-    assert f"user_dir: {built_package}/lln_fairseq\n" in output
+
+def test_fairseq_commands_find_installed_package(built_package, tmp_path):
+    """With the paths that the command in docs/training.md prints, and in any directory."""
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    (print_paths,) = re.findall(r"^python -c '(from lln_fairseq\.training\.recipes .*)'$", page, re.MULTILINE)
+    options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(built_package)}, "capture_output": True}
+
+    paths = subprocess.run([sys.executable, "-c", print_paths], text=True, **options).stdout.split()
+
+    flag, user_dir, config_flag, config_dir = paths
+    assert [flag, config_flag] == ["--user-dir", "--config-dir"]
+    recipe = [config_flag, config_dir, "--config-name", "pretrain", "run=cpu", "task.data=missing"]
+    arguments = ["missing", flag, user_dir, "--arch", "lln_roberta_tiny", "--task", "lln_masked_lm", "--cpu"]
+    arguments += ["--criterion", "masked_lm", "--optimizer", "adam"]
+    for module, words in (("hydra_train", recipe), ("train", arguments)):
+        program = f"from fairseq_cli.{module} import cli_main; cli_main()"
+        result = subprocess.run([sys.executable, "-c", program, *words], text=True, **options)
+        assert result.returncode == 1
+        assert result.stderr.endswith("error: missing is not a binarized data directory: missing/dict.txt is missing\n")
 
 
 def test_installed_data_preparation_runs(run_installed):

@@ -40,6 +40,15 @@ def attention_options(name: str, config: Any) -> dict[str, Any]:
     return options
 
 
+def mechanism_by_option() -> dict[str, str]:
+    """Map each option of a registered mechanism to the mechanism, such as lln_diag_block_size to lln_diag."""
+    mechanisms = {}
+    for name, entry in MECHANISMS.items():
+        for field in dataclasses.fields(entry.config):
+            mechanisms[f"{name}_{field.name}"] = name
+    return mechanisms
+
+
 def _fairseq_type(field: dataclasses.Field) -> Any:
     """Return Optional[X] for X | None, an enum for a field with choices, and the type itself otherwise.
 

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterator
 
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 
 from lln_fairseq import command
 from lln_fairseq.errors import UserError
@@ -24,8 +22,7 @@ def exit_with_one_line() -> Iterator[None]:
     becomes a UserError.
 
     Under Hydra, a UserError is printed here and ends the run with exit code 1, because Hydra would print a traceback.
-    The UserError is raised instead if Hydra is not used, if HYDRA_FULL_ERROR=1 is set, or in a sweep, so that Hydra
-    continues with the next job.
+    The UserError is raised instead if Hydra is not used, or if HYDRA_FULL_ERROR=1 asks Hydra for tracebacks.
     """
     try:
         with command.handle_signals(), _disk_errors():
@@ -34,20 +31,10 @@ def exit_with_one_line() -> Iterator[None]:
         print("interrupted; run the same command again to resume from the last checkpoint", file=sys.stderr)
         raise SystemExit(command.interrupt_code()) from None
     except UserError as error:
-        if not GlobalHydra.instance().is_initialized() or in_sweep() or full_errors():
+        if not GlobalHydra.instance().is_initialized() or os.environ.get("HYDRA_FULL_ERROR", "0") == "1":
             raise
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
-
-
-def in_sweep() -> bool:
-    """Return True if this process runs a job of a Hydra sweep (--multirun)."""
-    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-
-
-def full_errors() -> bool:
-    """Return True if the environment has HYDRA_FULL_ERROR=1, with which the user asks Hydra for tracebacks."""
-    return os.environ.get("HYDRA_FULL_ERROR", "0") == "1"
 
 
 @contextlib.contextmanager

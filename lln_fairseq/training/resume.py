@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from fairseq import checkpoint_utils
-from fairseq.logging import progress_bar
 from fairseq.trainer import Trainer
 from torch import Tensor
 
@@ -194,31 +192,19 @@ def reason_for_completion(trainer: Trainer, seconds: float, next_epoch: int) -> 
     return ""
 
 
-# fairseq keeps some state of a run in attributes of its functions. These belong to the process, not to the run: a
-# second run in the same process, as in a sweep, would continue with the scores of the first one, and a run that had
-# stopped early would train on if it were started again in a new process.
+# fairseq keeps the state of early stopping in attributes of its function should_stop_early, and does not save it.
+PATIENCE_ATTRIBUTES = ("best", "num_runs")  # the best score, and the number of validations since that score
 
-# Attributes of fairseq's should_stop_early: the best score, and the number of validations since that score.
-PATIENCE_ATTRIBUTES = ("best", "num_runs")
-
-_should_stop_early: Any = None  # fairseq's function, or None before the first run in this process
+_should_stop_early: Any = None  # fairseq's function, after find_early_stopping
 
 
-def forget_previous_run(main: Callable) -> None:
-    """Reset the state that fairseq keeps in this process from an earlier run, and close its TensorBoard files.
+def find_early_stopping(main: Callable) -> None:
+    """Let `patience_state` and `restore_patience` use the should_stop_early in the module of fairseq's `main`.
 
-    Call this before every run: `patience_state` and `restore_patience` use the should_stop_early that it finds in the
-    module of `main`, fairseq's function that runs next.
+    That module is __main__ if the command is `python -m fairseq_cli.train`.
     """
     global _should_stop_early
     _should_stop_early = main.__globals__.get("should_stop_early")
-    vars(checkpoint_utils.save_checkpoint).pop("best", None)
-    for name in PATIENCE_ATTRIBUTES:
-        if hasattr(_should_stop_early, name):
-            delattr(_should_stop_early, name)
-    for writer in progress_bar._tensorboard_writers.values():
-        writer.close()
-    progress_bar._tensorboard_writers.clear()
 
 
 def patience_state() -> dict[str, float]:

@@ -5,7 +5,6 @@ that the run started from.
 """
 
 import argparse
-import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,6 @@ from fairseq.tasks import TASK_REGISTRY
 from fairseq.utils import split_paths
 from omegaconf import DictConfig
 
-from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.checkpoints.config import (
     STOCK,
     STOCK_ATTENTION,
@@ -29,6 +27,7 @@ from lln_fairseq.checkpoints.reading import plugin_state
 from lln_fairseq.checkpoints.saving import LAST
 from lln_fairseq.errors import UserError
 from lln_fairseq.files import data_hash, sha256_of
+from lln_fairseq.models.options import mechanism_by_option
 
 # All options of these groups are compared, except for the options listed here: those may change when a run resumes.
 MAY_CHANGE = {
@@ -69,13 +68,16 @@ NO_LIMIT = "unlimited"
 TOKEN_LIMITS = {"tokens an update", "dataset.max_tokens"}
 
 
-def check_same_run(cfg: DictConfig, state: Mapping[str, Any], labels: Sequence[str]) -> None:
+def check_same_run(
+    cfg: DictConfig, state: Mapping[str, Any], current: Mapping[str, str], labels: Sequence[str]
+) -> None:
     """Raise UserError if a run would be resumed with other settings, data or labels, or another initial model.
 
     Nothing is checked if the optimizer, the learning rate schedule or the data loader is reset. A hash that the
     checkpoint lacks is not checked. With --reset-meters, the metric and the validation data that choose the best
     checkpoint may differ, and with --disable-validation the latter.
-    `labels` are the names of the task's classes in the order of their numbers.
+    `current` is the result of `run_origin`, and `labels` are the names of the task's classes in the order of their
+    numbers.
     """
     options = cfg.checkpoint
     if options.reset_optimizer or options.reset_lr_scheduler or options.reset_dataloader:
@@ -85,10 +87,10 @@ def check_same_run(cfg: DictConfig, state: Mapping[str, Any], labels: Sequence[s
     changes = changed_settings(saved, cfg)
     if options.reset_meters:  # the old scores are discarded, so another metric does no harm
         changes = [change for change in changes if not change.startswith("checkpoint.")]
-    if origin.get("content") and origin["content"] != _hash_training_data(cfg):
+    if _differs("content", origin, current):
         changes.append("other training data")
     chooses_best = not (options.reset_meters or cfg.dataset.disable_validation)
-    if chooses_best and origin.get("validation") and origin["validation"] != _hash_validation_data(cfg):
+    if chooses_best and _differs("validation", origin, current):
         changes.append("other validation data (--reset-meters forgets the scores on the old ones)")
     saved_labels = origin.get("labels")
     if saved_labels and saved_labels != labels:  # the binarized data have only the numbers of the classes
@@ -102,6 +104,11 @@ def check_same_run(cfg: DictConfig, state: Mapping[str, Any], labels: Sequence[s
         )
 
 
+def _differs(name: str, recorded: Mapping[str, Any], current: Mapping[str, str]) -> bool:
+    """Return True if a hash is recorded in the checkpoint and differs from that of the current data."""
+    return bool(recorded.get(name)) and recorded[name] != current.get(name)
+
+
 def run_origin(cfg: DictConfig, state: Mapping[str, Any] | None) -> dict[str, str]:
     """Return the hashes that a run records in its checkpoints. `state` is the one that it resumes, None for a new run.
 
@@ -110,20 +117,16 @@ def run_origin(cfg: DictConfig, state: Mapping[str, Any] | None) -> dict[str, st
     started from, "" for a run from scratch, and absent if it is unknown. A resumed run copies "start" from its
     checkpoint, because the file of the model can have changed since.
     """
-    origin: dict[str, Any] = {"content": _hash_training_data(cfg), "validation": _hash_validation_data(cfg)}
+    directories = split_paths(cfg.task.data)
+    first = cfg.dataset.valid_subset.split(",")[0]
+    origin: dict[str, Any] = {
+        "content": data_hash(directories, cfg.dataset.train_subset),
+        "validation": data_hash(directories, first, exact=not cfg.dataset.combine_valid_subsets),
+    }
     start = _hash_initial_model(cfg.checkpoint) if state is None else plugin_state(state).get("start")
     if start is not None:
         origin["start"] = start
     return origin
-
-
-def _hash_training_data(cfg: DictConfig) -> str:
-    return data_hash(split_paths(cfg.task.data), cfg.dataset.train_subset)
-
-
-def _hash_validation_data(cfg: DictConfig) -> str:
-    first = cfg.dataset.valid_subset.split(",")[0]
-    return data_hash(split_paths(cfg.task.data), first, exact=not cfg.dataset.combine_valid_subsets)
 
 
 def _hash_initial_model(cfg: DictConfig) -> str | None:
@@ -175,7 +178,7 @@ def changed_settings(saved: Any, cfg: DictConfig) -> list[str]:
     changed = [key for key in before if key in now and _differ(before[key], now[key])]
     if "dataset.max_tokens" in before and not TOKEN_LIMITS.issubset(changed):
         changed = [key for key in changed if key not in TOKEN_LIMITS]
-    compared_if_none = {f"model.{option}" for option in ("softmax_layers", *_mechanism_by_option())}
+    compared_if_none = {f"model.{option}" for option in ("softmax_layers", *mechanism_by_option())}
     descriptions = []
     for key in changed:
         if key in compared_if_none or (before[key] is not None and now[key] is not None):
@@ -244,20 +247,11 @@ def _declared_options(group_name: str, group: Any) -> dict[str, Any]:
     return {key: value for key, value in options.items() if key in declared}
 
 
-def _mechanism_by_option() -> dict[str, str]:
-    """Map each option of a registered mechanism to the mechanism, such as lln_diag_block_size to lln_diag."""
-    mechanisms = {}
-    for name, entry in MECHANISMS.items():
-        for field in dataclasses.fields(entry.config):
-            mechanisms[f"{name}_{field.name}"] = name
-    return mechanisms
-
-
 def _options_of_other_mechanisms(options: Mapping[str, Any]) -> set[str]:
     """Return the options of the mechanisms that the model does not use; empty if it has no option `attention`."""
     if "attention" not in options:
         return set()
-    return {option for option, mechanism in _mechanism_by_option().items() if mechanism != options["attention"]}
+    return {option for option, mechanism in mechanism_by_option().items() if mechanism != options["attention"]}
 
 
 def _update_size(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -11,13 +11,16 @@ import torch
 from fairseq.dataclass.configs import FairseqConfig
 from fairseq.file_io import PathManager
 from fairseq.models import ARCH_MODEL_NAME_REGISTRY, MODEL_REGISTRY
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.attention.registry import did_you_mean
-from lln_fairseq.checkpoints.config import STOCK_ATTENTION
+from lln_fairseq.checkpoints.config import STOCK_ATTENTION, plain_config, plain_options
 from lln_fairseq.checkpoints.saving import LAST
 from lln_fairseq.errors import UserError
+from lln_fairseq.models.options import attention_fields, mechanism_by_option
 
 HYDRA_LOGGING = "job_logging_cfg"  # fairseq copies Hydra's settings there
 PROBABILITY = (0, 1)
@@ -104,10 +107,15 @@ def check_known_options(cfg: Any) -> None:
 
 
 def check_ranges(cfg: Any) -> None:
-    """Raise UserError for a number outside its range in RANGES. None, missing options and texts are not checked.
+    """Raise UserError if an option is NaN, or if a number is outside its range in RANGES.
 
-    Some models of fairseq have a text as encoder_layers.
+    None, missing options and texts are not checked. Some models of fairseq have a text as encoder_layers.
     """
+    for group, options in plain_config(cfg).items():
+        for key, value in plain_options(options).items():
+            values = value if isinstance(value, list) else [value]
+            if any(isinstance(number, float) and math.isnan(number) for number in values):
+                raise UserError(f"{group}.{key} must be a number, got {value}")
     for option, (lowest, highest) in RANGES.items():
         group, key = option.split(".")
         options = cfg.get(group)
@@ -234,6 +242,30 @@ def check_attention(cfg: Any) -> None:
         f"model._name={name} is fairseq's own model and supports only attention {STOCK_ATTENTION}, got {attention}: "
         f"use model._name={alternative}, whose attention is set by --attention (model.attention)"
     )
+
+
+def check_options_of_other_mechanisms(cfg: Any) -> None:
+    """Raise UserError if the command line sets an option of a mechanism that the model does not use.
+
+    With Hydra, these are overrides. Its files in configs/ may have such options, because they list all options of a
+    default. fairseq-train does not record which options were given, so one that is given its default is not found.
+    """
+    model = cfg.model
+    mechanisms = mechanism_by_option()
+    if HydraConfig.initialized():
+        overrides = OverridesParser.create().parse_overrides(list(HydraConfig.get().overrides.task))
+        given = [override.key_or_group.removeprefix("model.") for override in overrides]
+    else:
+        defaults = {name: field.default for name, _, field in attention_fields()}
+        given = [name for name in mechanisms if hasattr(model, name) and str(model[name]) != str(defaults[name])]
+    attention = str(getattr(model, "attention", STOCK_ATTENTION))
+    for option in given:
+        mechanism = mechanisms.get(option, attention)
+        if mechanism != attention:
+            raise UserError(
+                f"--{option.replace('_', '-')} (model.{option}) is an option of {mechanism}, but this run trains "
+                f"{attention}: leave it out, or set --attention {mechanism} (model.attention)"
+            )
 
 
 def check_devices(cfg: Any) -> None:

@@ -3,7 +3,7 @@
 The first column has functions of Hydra and fairseq, indented below their callers. fairseq_compat/patches.py puts the
 functions of this module in the place of fairseq's, which they get as the argument `original`.
 
-    hydra.main                          initial_model.InitialModel takes the model's options from a checkpoint
+    hydra.main                          hydra_callback.PrepareRun takes the model's options from a checkpoint
     call_main                           start_run checks the options, locks save_dir and starts the workers
       main, in every worker             run_worker prepares the process
         setup_task                      HookedTask.__init__ creates the hooks
@@ -33,15 +33,15 @@ from lln_fairseq import command
 from lln_fairseq.checkpoints import saving
 from lln_fairseq.checkpoints.compatibility import check_compatibility
 from lln_fairseq.checkpoints.config import KNOWN, config_yaml
-from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, plugin_state
 from lln_fairseq.checkpoints.run_tokenizer import save_tokenizer
 from lln_fairseq.errors import UserError
 from lln_fairseq.files import write_bytes
 from lln_fairseq.training import settings, worker
-from lln_fairseq.training.exit import exit_with_one_line, in_sweep
+from lln_fairseq.training.exit import exit_with_one_line
 from lln_fairseq.training.hooked_task import HookedTask
 from lln_fairseq.training.malloc import disable_malloc_trim
-from lln_fairseq.training.resume import forget_previous_run, reason_for_completion, restore_training_state
+from lln_fairseq.training.resume import find_early_stopping, reason_for_completion, restore_training_state
 from lln_fairseq.training.run_identity import check_same_run, run_origin
 from lln_fairseq.training.schedule import plan_schedule
 from lln_fairseq.training.summary import CONFIGURATION, log_summary
@@ -69,6 +69,7 @@ def start_run(run_in_worker: Callable, original: Callable, cfg: Any, main: Calla
         settings.complete_schedule(cfg)
         settings.check_precision(cfg)
         settings.check_trainable(cfg)
+        settings.check_options_of_other_mechanisms(cfg)
         settings.check_best_metric(cfg)
         settings.check_patience(cfg)
     if cfg.common.bf16 and cfg.common.tpu and importlib.util.find_spec("torch_xla") is None:
@@ -77,8 +78,6 @@ def start_run(run_in_worker: Callable, original: Callable, cfg: Any, main: Calla
         with worker.lock_save_dir(cfg):
             return original(cfg, functools.partial(run_in_worker, main), *args, **kwargs)
     except ProcessExitedException as error:  # the worker has printed its error
-        if in_sweep():
-            raise UserError(f"a worker ended with exit code {error.exit_code}, see above") from None
         raise SystemExit(error.exit_code) from None
 
 
@@ -92,7 +91,7 @@ def run_worker(main: Callable, cfg: Any, **kwargs: Any) -> Any:
     if parent:
         command.exit_with_parent(parent.pid)
     disable_malloc_trim()
-    forget_previous_run(main)
+    find_early_stopping(main)
     try:
         with worker.report_lost_workers():
             result = main(cfg, **kwargs)
@@ -179,10 +178,14 @@ def restore_checkpoint(
         saved = load_checkpoint_lazily(filename)
         is_in_save_dir = Path(filename).parent.resolve() == Path(cfg.checkpoint.save_dir).resolve()
         resumes = is_in_save_dir and not finetunes
+    origin: dict[str, str] = {}
+    records = isinstance(task, HookedTask) and worker.is_first_worker() and not cfg.checkpoint.no_save
+    if records or (resumes and plugin_state(saved)):
+        origin = run_origin(cfg, saved if resumes else None)
     if resumes:
-        check_same_run(cfg, saved, getattr(task, "labels", []))
-    if isinstance(task, HookedTask) and worker.is_first_worker() and not cfg.checkpoint.no_save:
-        task.run_origin = run_origin(cfg, saved if resumes else None)
+        check_same_run(cfg, saved, origin, getattr(task, "labels", []))
+    if records:
+        task.run_origin = origin
     if saved:
         check_compatibility(saved, trainer.get_model(), task, filename)
     try:

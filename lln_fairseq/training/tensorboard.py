@@ -41,7 +41,7 @@ LAYOUT = {
     }
 }
 
-# Settings that may change when a run resumes, but that distinguish the jobs of a sweep in the HPARAMS tab.
+# Settings that may change when a run resumes, but that distinguish runs in the HPARAMS tab.
 BUDGET = (
     "optimization.max_update",
     "optimization.max_epoch",

@@ -5,14 +5,13 @@
 Use --config-dir DIRECTORY for recipes of your own. All other options and overrides are Hydra's, see --hydra-help.
 """
 
-import os
 import sys
 import warnings
 from pathlib import Path
 
 from hydra._internal.utils import get_args_parser
 
-from lln_fairseq.training.recipes import CONFIGS, PACKAGE, check_recipe
+from lln_fairseq.training.recipes import CONFIGS, check_recipe
 
 # Options of Hydra that work without a recipe.
 WITHOUT_RECIPE = ("config_path", "experimental_rerun", "hydra_help", "shell_completion")
@@ -30,8 +29,6 @@ def main(argv: list[str]) -> None:
     sys.argv = ["lln-fairseq train", *with_recipe(argv)]  # Hydra reads the command line there
     for message in IGNORED_WARNINGS:
         warnings.filterwarnings("ignore", message)
-    # The user directory must be the imported copy of the package: fairseq rejects any other copy.
-    os.environ["LLN_USER_DIR"] = str(PACKAGE)
     # Importing this module triggers Hydra's warnings, so the filters must be set before.
     from fairseq_cli.hydra_train import cli_main
 

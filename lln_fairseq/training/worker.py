@@ -40,19 +40,12 @@ def leave_process_group_at_exit() -> None:
     """Wait for all workers to get here, and let Python destroy their process group when this process ends.
 
     fairseq never destroys it, although torch asks for that, above all with NCCL. It is not destroyed at once, because
-    fairseq uses it after its `main`, and the next run of a sweep uses it again. Without the wait, a worker that ends
-    early would interrupt the collectives of the others. If a worker has failed, nothing is destroyed: NCCL could wait
-    for it.
+    fairseq uses it after its `main`. Without the wait, a worker that ends early would interrupt the collectives of the
+    others. If a worker has failed, nothing is destroyed: NCCL could wait for it.
     """
     if dist.is_initialized():
         dist.barrier(distributed_utils.get_global_group())
-        atexit.unregister(_destroy_process_group)
-        atexit.register(_destroy_process_group)
-
-
-def _destroy_process_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+        atexit.register(dist.destroy_process_group)
 
 
 def end_prefetching() -> None:

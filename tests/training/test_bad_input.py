@@ -2,11 +2,13 @@
 
 import errno
 import os
+import re
 import shutil
 import signal
 import sys
 from types import SimpleNamespace
 
+import fairseq_cli.hydra_train
 import pytest
 import torch
 from fairseq.trainer import Trainer
@@ -27,6 +29,7 @@ from tests.fairseq_runs import (
     LLN,
     MASKED_LM,
     SCORED_CLASSIFICATION,
+    hydra_train,
     make_classification,
     make_corpus,
     train,
@@ -68,7 +71,18 @@ def test_validation_split_without_labels_is_rejected(tmp_path, monkeypatch):
     for suffix in ("bin", "idx"):
         (data / "label" / f"test.{suffix}").unlink()
     options = (*SCORED_CLASSIFICATION, "--valid-subset", "valid,test")
-    with pytest.raises(UserError, match=r"valid_subset.* must name splits with labels, but split 'test' .* has none"):
+    message = r"split 'test' .* has no labels: .*label/test\.idx does not exist; --valid-subset .* must name splits"
+    with pytest.raises(UserError, match=message):
+        train(monkeypatch, tmp_path / "log", data, tmp_path / "a", *options)
+
+
+@pytest.mark.parametrize("missing", ["valid", "train"])
+def test_regression_with_labels_of_a_classification_names_the_file_it_reads(missing, tmp_path, monkeypatch):
+    data = make_classification(tmp_path / "data")
+    write_scores(data)
+    (data / "label" / f"{missing}.label").unlink()
+    options = (*SCORED_CLASSIFICATION, "--num-classes", 1, "--regression-target")
+    with pytest.raises(UserError, match=rf"a regression reads {data}/label/{missing}\.label, one number per line"):
         train(monkeypatch, tmp_path / "log", data, tmp_path / "a", *options)
 
 
@@ -201,12 +215,42 @@ def test_hydra_full_error_keeps_the_exception(monkeypatch):
         ("--max-tokens", 0, r"dataset\.max_tokens must be at least 1, got 0"),
         ("--dropout", 2, r"model\.dropout must be in \[0, 1\], got 2\.0"),
         ("--update-freq", 0, r"optimization\.update_freq must be at least 1, got 0"),
+        ("--weight-decay", "nan", r"optimizer\.weight_decay must be a number, got nan"),
     ],
 )
 def test_number_out_of_range_is_rejected(option, value, message, corpus, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=message):
         train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *MASKED_LM, *LLN, option, value)
     assert not (tmp_path / "a" / "checkpoint_last.pt").exists()
+
+
+OTHER_OPTION = r"--lln-diag-{} \(model\.lln_diag_{}\) is an option of lln_diag, but this run trains elu: leave it out"
+
+
+def test_option_of_another_mechanism_is_rejected(corpus, tmp_path, monkeypatch):
+    options = (*MASKED_LM, *LLN, "--attention", "elu", "--lln-diag-block-size", 7)
+    with pytest.raises(UserError, match=OTHER_OPTION.format("block-size", "block_size")):
+        train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *options)
+
+
+@pytest.mark.parametrize("attention", ["attention=elu", "model.attention=elu"])
+def test_option_of_another_mechanism_is_rejected_under_hydra(attention, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    overrides = ["corpus=demo", "run=cpu", attention, "+model.lln_diag_mix=average"]
+    with pytest.raises(SystemExit):
+        hydra_train(monkeypatch, *overrides)
+    assert re.match("error: " + OTHER_OPTION.format("mix", "mix"), capfd.readouterr().err)
+
+
+def test_files_may_have_options_of_another_mechanism(tmp_path, monkeypatch):
+    """configs/attention/lln_diag.yaml sets them, and only `attention` is set on the command line."""
+    monkeypatch.chdir(tmp_path)
+    calls = []
+    monkeypatch.setattr(fairseq_cli.hydra_train, "pre_main", calls.append)
+    hydra_train(monkeypatch, "corpus=demo", "run=cpu", "attention=long_pairs", "model.attention=elu")
+    (cfg,) = calls
+    assert cfg.model.attention == "elu"
+    assert cfg.model.block_diag_block_size == 128
 
 
 def test_ranges_of_texts_and_missing_options_are_not_checked():

@@ -1,5 +1,8 @@
 """A run with a recipe takes the sizes and the attention of its model from the checkpoint that it starts from."""
 
+import argparse
+import copy
+import functools
 import shutil
 
 import pytest
@@ -9,20 +12,85 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from lln_fairseq.errors import UserError
-from lln_fairseq.training.initial_model import START, InitialModel, missing_options
+from lln_fairseq.training.hydra_callback import PrepareRun
+from lln_fairseq.training.initial_model import START, missing_options
 from lln_fairseq.training.recipes import CONFIGS
-from tests.fairseq_runs import CLASSIFICATION, LLN, hydra_train, make_classification, train
+from tests.fairseq_runs import (
+    CLASSIFICATION,
+    LLN,
+    MASKED_LM,
+    USER_DIR,
+    hydra_train,
+    make_classification,
+    split_options,
+    train,
+)
 
 SIZES = {"encoder_layers": 2, "encoder_embed_dim": 32, "encoder_ffn_embed_dim": 64, "encoder_attention_heads": 2}
 
+BASE_SIZES = {
+    "encoder_layers": 12,
+    "encoder_embed_dim": 768,
+    "encoder_ffn_embed_dim": 3072,
+    "encoder_attention_heads": 12,
+}
+LAYOUTS = ("args", "namespace", "roberta_base", "roberta")  # of a stock checkpoint's options, see write_layout
+
 
 @pytest.fixture(scope="module")
-def finetune_config():
-    """A function (*overrides) that returns the configuration of the recipe `finetune`, with Hydra's own part."""
+def stock_state(corpus, tmp_path_factory):
+    """The content of a checkpoint of fairseq's own RoBERTa, from its own task."""
+    folder = tmp_path_factory.mktemp("stock")
+    options = split_options("--arch roberta_base --task masked_lm --max-positions 66 --required-batch-size-multiple 1")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        train(monkeypatch, folder / "log", corpus, folder, *MASKED_LM, *USER_DIR, *options, "--max-update", 1)
+    return torch.load(folder / "checkpoint_last.pt")
+
+
+def write_layout(path, state, layout, sizes=SIZES):
+    """Write a stock checkpoint with its options in one of the LAYOUTS of fairseq's versions, and return its path.
+
+    "args" is a Namespace of all groups, and "namespace" one as the model's group of `cfg`. Otherwise, this group is a
+    dictionary, and the layout its `_name`. For other sizes than its own, only parameters that show them are written.
+    """
+    state = copy.deepcopy(state)
+    options = state["cfg"]["model"]
+    assert isinstance(options, argparse.Namespace)
+    if sizes != SIZES:
+        vars(options).update(sizes)
+        stack = "encoder.sentence_encoder."
+        width = sizes["encoder_embed_dim"]
+        state["model"] = {f"{stack}embed_tokens.weight": torch.zeros(65, width)}
+        state["model"][f"{stack}layers.0.fc1.weight"] = torch.zeros(sizes["encoder_ffn_embed_dim"], width)
+        for layer in range(1, sizes["encoder_layers"]):
+            state["model"][f"{stack}layers.{layer}.fc1.bias"] = torch.zeros(1)
+    if layout == "args":
+        state["args"] = options
+        state["cfg"] = None
+    elif layout != "namespace":
+        state["cfg"]["model"] = {**vars(options), "_name": layout}
+    torch.save(state, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def recipe_config():
+    """A function (recipe, *overrides) that returns the configuration of a recipe, with Hydra's own part."""
     GlobalHydra.instance().clear()
     hydra_init("finetune")
-    with initialize_config_dir(str(CONFIGS), version_base="1.1"):
-        yield lambda *overrides: compose("finetune", list(map(str, overrides)), return_hydra_config=True)
+    hydra_init("pretrain")
+
+    def compose_recipe(recipe, *overrides):
+        with initialize_config_dir(str(CONFIGS), version_base="1.1"):
+            return compose(recipe, list(map(str, overrides)), return_hydra_config=True)
+
+    return compose_recipe
+
+
+@pytest.fixture(scope="module")
+def finetune_config(recipe_config):
+    """A function (*overrides) that returns the configuration of the recipe `finetune`, with Hydra's own part."""
+    return functools.partial(recipe_config, "finetune")
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +128,30 @@ def test_sizes_that_are_not_stored_come_from_parameters_and_preset(started_run, 
     assert SIZES.items() <= missing_options(finetune_config(f"{START}={tmp_path}/model.pt")).items()
 
 
+@pytest.mark.parametrize("sizes", [SIZES, BASE_SIZES], ids=["small", "base"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("recipe", ["finetune", "pretrain"])
+def test_sizes_and_softmax_come_from_stock_checkpoint(recipe, layout, sizes, stock_state, tmp_path, recipe_config):
+    path = write_layout(tmp_path / "stock.pt", stock_state, layout, sizes)
+
+    options = missing_options(recipe_config(recipe, f"{START}={path}"))
+
+    assert {**sizes, "attention": "softmax", "max_positions": 512}.items() <= options.items()
+    assert "_name" not in options  # the recipe's preset, not fairseq's own model
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_run_continues_stock_checkpoint(layout, stock_state, task_data, tmp_path, monkeypatch):
+    path = write_layout(tmp_path / "stock.pt", stock_state, layout)
+    monkeypatch.chdir(tmp_path)
+    options = ("glue=sst2", "run=cpu", f"task.data={task_data}", f"{START}={path}", "optimization.max_update=1")
+
+    hydra_train(monkeypatch, *options, recipe="finetune")
+
+    model = torch.load("runs/sst2_softmax/checkpoint_last.pt")["cfg"]["model"]
+    assert {**SIZES, "attention": "softmax"}.items() <= model.items()
+
+
 def test_longer_checkpoint_keeps_its_positions(joint_checkpoint, finetune_config):
     config = finetune_config(f"{START}={joint_checkpoint}", "task.max_positions=16")
     assert missing_options(config)["max_positions"] == 64
@@ -91,7 +183,7 @@ def test_directory_is_named_after_the_attention_of_the_checkpoint(started_run, t
     torch.save(state, tmp_path / "model.pt")
     monkeypatch.chdir(tmp_path)
 
-    InitialModel().on_run_start(finetune_config("glue=sst2", f"{START}={tmp_path}/model.pt"))
+    PrepareRun().on_run_start(finetune_config("glue=sst2", f"{START}={tmp_path}/model.pt"))
 
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["sst2_lln"]
 
@@ -116,34 +208,6 @@ def test_checkpoint_without_configuration_gives_no_options(joint_checkpoint, tmp
     state = torch.load(joint_checkpoint)
     torch.save({"model": state["model"]}, tmp_path / "model.pt")
     assert missing_options(finetune_config(f"{START}={tmp_path}/model.pt")) == {}
-
-
-def test_callback_ends_the_program_with_one_line(finetune_config, capsys):
-    with pytest.raises(SystemExit) as exit_info:
-        InitialModel().on_run_start(finetune_config(f"{START}=missing.pt"))
-    assert exit_info.value.code == 1
-    assert capsys.readouterr().err == f"error: {START}=missing.pt: no such checkpoint\n"
-
-
-def test_save_dir_that_cannot_be_written_ends_in_one_line(tmp_path, finetune_config, capsys):
-    (tmp_path / "file").touch()
-    with pytest.raises(SystemExit):
-        InitialModel().on_run_start(finetune_config(f"checkpoint.save_dir={tmp_path}/file/run"))
-    assert capsys.readouterr().err == f"error: {tmp_path}/file/run: Not a directory\n"
-
-
-def test_jobs_of_a_sweep_take_common_options(joint_checkpoint, started_run, finetune_config):
-    config = finetune_config()
-    config.hydra.overrides.task += ["attention=lln,lln_diag", f"{START}='{joint_checkpoint}','{joint_checkpoint}'"]
-    InitialModel().on_multirun_start(config)
-    added = config.hydra.overrides.task[2:]
-    assert {"++model.encoder_layers=2", "++model.activation_fn='relu'"} <= set(added)
-    assert not any("attention=" in override or "lln_diag" in override for override in added)
-
-    config = finetune_config()
-    config.hydra.overrides.task += [f"{START}='{joint_checkpoint}','{started_run.checkpoint}'"]
-    with pytest.raises(UserError, match="the checkpoints of a sweep must have the same sizes"):
-        missing_options(config)
 
 
 def test_finetuning_repeats_no_option_of_the_checkpoint(joint_checkpoint, tmp_path, monkeypatch, capfd):

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from lln_fairseq import files
 from lln_fairseq.checkpoints.reading import PLUGIN_STATE, load_checkpoint_lazily, plugin_state
 from lln_fairseq.errors import UserError
+from lln_fairseq.training import run_identity
 from lln_fairseq.training.run_identity import changed_settings
 from tests.fairseq_runs import (
     CLASSIFICATION,
@@ -57,6 +58,18 @@ def test_restore_file_in_save_dir_is_the_same_run(path, run_copy, tmp_path, monk
     changes = ("--max-update", 4, "--seed", 4, "--restore-file", path.format(tmp_path=tmp_path))
     with pytest.raises(UserError, match=r"run holds another run: common\.seed = 3 .* now 4"):
         train(monkeypatch, tmp_path / "log", run_copy.corpus, "run", *RUN_OPTIONS, *changes)
+
+
+def test_resume_hashes_each_split_once(run_copy, tmp_path, monkeypatch):
+    splits = []
+
+    def record_split(directories, subset, **kwargs):
+        splits.append(subset)
+        return files.data_hash(directories, subset, **kwargs)
+
+    monkeypatch.setattr(run_identity, "data_hash", record_split)
+    train(monkeypatch, tmp_path / "log", run_copy.corpus, run_copy.save_dir, *RUN_OPTIONS, "--max-update", 4)
+    assert splits == ["train", "valid"]
 
 
 def test_reset_meters_forgets_scores_of_other_metric(run_copy, tmp_path, monkeypatch):
