@@ -9,9 +9,7 @@ from functools import partial
 
 import pytest
 from fairseq import options
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import lln_fairseq
 from lln_fairseq.__main__ import run_program
@@ -69,14 +67,9 @@ def resolve_program(words):
 
 
 def check_recipe(arguments):
-    """Compose the recipe that a Hydra command line names with its overrides, once for every job of a sweep."""
+    """Compose the recipe that a Hydra command line names with its overrides."""
     parsed = get_args_parser().parse_args(arguments)
-    jobs = [parsed.overrides]
-    if parsed.multirun:
-        overrides = OverridesParser.create().parse_overrides(parsed.overrides)
-        (jobs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
-    for job in jobs:
-        compose_config(parsed.config_name, job)
+    compose_config(parsed.config_name, parsed.overrides)
 
 
 def check_fairseq_train(arguments):

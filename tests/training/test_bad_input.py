@@ -236,21 +236,22 @@ def test_option_of_another_mechanism_is_rejected(corpus, tmp_path, monkeypatch):
 @pytest.mark.parametrize("attention", ["attention=elu", "model.attention=elu"])
 def test_option_of_another_mechanism_is_rejected_under_hydra(attention, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    overrides = ["corpus=demo", "run=cpu", attention, "+model.lln_diag_mix=average"]
     with pytest.raises(SystemExit):
-        hydra_train(monkeypatch, *overrides)
+        hydra_train(monkeypatch, "corpus=demo", "run=cpu", attention, "++model.lln_diag_mix=average")
     assert re.match("error: " + OTHER_OPTION.format("mix", "mix"), capfd.readouterr().err)
 
 
 def test_files_may_have_options_of_another_mechanism(tmp_path, monkeypatch):
-    """configs/attention/lln_diag.yaml sets them, and only `attention` is set on the command line."""
+    """configs/attention/long_pairs.yaml sets options of block_diag, which the command line then replaces."""
     monkeypatch.chdir(tmp_path)
-    calls = []
-    monkeypatch.setattr(fairseq_cli.hydra_train, "pre_main", calls.append)
+    models = []
+
+    def main(cfg):
+        models.append(cfg.model)
+
+    monkeypatch.setattr(fairseq_cli.hydra_train, "pre_main", main)
     hydra_train(monkeypatch, "corpus=demo", "run=cpu", "attention=long_pairs", "model.attention=elu")
-    (cfg,) = calls
-    assert cfg.model.attention == "elu"
-    assert cfg.model.block_diag_block_size == 128
+    assert (models[0].attention, models[0].block_diag_block_size) == ("elu", 128)
 
 
 def test_ranges_of_texts_and_missing_options_are_not_checked():
