@@ -32,7 +32,6 @@ RANGES = {
     "common.seed": SEEDS,
     "dataset.batch_size": (1, math.inf),
     "dataset.max_tokens": (1, math.inf),
-    "dataset.num_workers": (0, math.inf),
     "dataset.validate_interval": (1, math.inf),
     "optimization.clip_norm": (0, math.inf),
     "optimization.lr": (0, math.inf),
