@@ -256,7 +256,7 @@ def check_options_of_other_mechanisms(cfg: Any) -> None:
         given = [override.key_or_group.removeprefix("model.") for override in overrides]
     else:
         defaults = {name: field.default for name, _, field in attention_fields()}
-        given = [name for name in mechanisms if hasattr(model, name) and str(model[name]) != str(defaults[name])]
+        given = [name for name in mechanisms if str(getattr(model, name, defaults[name])) != str(defaults[name])]
     attention = str(getattr(model, "attention", STOCK_ATTENTION))
     for option in given:
         mechanism = mechanisms.get(option, attention)
