@@ -155,7 +155,7 @@ class TextIds:
         contains a lone surrogate, or the tokenizer cannot encode it.
         """
         lines = [_as_line(line) for line in lines]
-        ids, lengths = encode_block(self.vocabulary.tokenizer, self.vocabulary.table, lines)
+        ids, lengths = encode_block(self.vocabulary, lines)
         encoded = torch.from_numpy(ids).long().split(lengths.tolist())
         if self.strip_eos:
             return [line[:-1] for line in encoded]
