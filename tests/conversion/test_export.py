@@ -36,7 +36,7 @@ from lln_fairseq.inference.loading import load_model
 from lln_fairseq.ops.dispatch import MAX_FIRST_SEGMENT
 from lln_fairseq.text.text_ids import TextIds
 from lln_fairseq.text.tokenizers import SentencePieceTokenizer, make_tokenizer, train_sentencepiece
-from lln_fairseq.text.vocabulary import load_vocabulary, new_vocabulary
+from lln_fairseq.text.vocabulary import Vocabulary, load_vocabulary, new_vocabulary
 from tests.conversion.sources import (
     TEXTS,
     TOKENIZERS,
@@ -455,6 +455,11 @@ BLANK = [character for character in map(chr, range(0x3001)) if character.isspace
 NASTY = [*PLAIN, *BLANK, "\u200b", "\ufeff", "  ", "\r\n", "▁", "▁▁", " ▁", "▁ "]
 
 
+def with_mask(vocabulary):
+    """Return a vocabulary whose dictionary ends with <mask>, as that of a task."""
+    return Vocabulary(vocabulary.tokenizer, f"{vocabulary.dictionary}<mask> 0\n")
+
+
 def make_text_ids(vocabulary):
     """Return the TextIds with which `predict` encodes texts, for the vocabulary and <mask>."""
     dictionary = Dictionary()
@@ -475,12 +480,11 @@ def test_sentencepiece_gives_same_ids_for_nasty_texts(model_type, byte_fallback,
     size = 302 if byte_fallback else 45
     tokenizer = SentencePieceTokenizer(train_sentencepiece(lines * 3, size, model_type, byte_fallback, fold))
     vocabulary = new_vocabulary(tokenizer)
-    symbols = ["<s>", "<pad>", "</s>", "<unk>", *vocabulary.symbols, "<mask>"]
     generator = random.Random(0)
     texts = ["".join(generator.choices(NASTY, k=generator.randrange(10))) for _ in range(1000)]
     expected = make_text_ids(vocabulary).encode_lines(texts)
 
-    for name, content in convert_tokenizer(tokenizer.files, symbols, 64).items():
+    for name, content in convert_tokenizer(with_mask(vocabulary), 64).items():
         (tmp_path / name).write_bytes(content)
 
     exported = AutoTokenizer.from_pretrained(tmp_path)
@@ -497,14 +501,13 @@ def test_model_card_mentions_approximate_tokenizer(sources, tmp_path, monkeypatc
 
 
 def assert_exported_tokenizer_gives_same_ids(vocabulary, texts, folder):
-    symbols = ["<s>", "<pad>", "</s>", "<unk>", *vocabulary.symbols, "<mask>"]
-    for name, content in convert_tokenizer(vocabulary.tokenizer.files, symbols, 64).items():
+    for name, content in convert_tokenizer(with_mask(vocabulary), 64).items():
         (folder / name).write_bytes(content)
     exported = AutoTokenizer.from_pretrained(folder)
     texts = [*texts, "the\nfilm\n\n the plot"]
     for text, ids in zip(texts, make_text_ids(vocabulary).encode_lines(texts), strict=True):
         assert exported(text)["input_ids"] == [0, *ids.tolist()], text
-    assert exported.mask_token_id == len(symbols) - 1
+    assert exported.mask_token_id == vocabulary.size
     assert exported.pad_token_id == 1
     assert exported("a", "b")["input_ids"].count(2) == 3
 
