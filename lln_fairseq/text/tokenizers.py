@@ -60,6 +60,10 @@ class Tokenizer(ABC):
         (ids,) = self.encode_ids([line])
         return [self.symbols_by_id[i] for i in ids]
 
+    def encode_masked(self, left: str, right: str) -> tuple[list[int], int] | None:
+        """Return the tokenizer's own ids of left<mask>right, and the position of <mask>; None if it has no <mask>."""
+        return None
+
     def can_give(self, symbol: str) -> bool:
         """Return True if a line can have this symbol."""
         return symbol in self._known_symbols
@@ -288,6 +292,15 @@ class HuggingFaceTokenizer(Tokenizer):
         with _library_errors("tokenizer.json cannot encode a line"):
             encodings = self.library.encode_batch(list(lines), add_special_tokens=False)
             return [encoding.ids for encoding in encodings]
+
+    def encode_masked(self, left: str, right: str) -> tuple[list[int], int] | None:
+        for token in (MASK, "[MASK]"):
+            with _library_errors("tokenizer.json cannot encode a line"):
+                encoding = self.library.encode(left + token + right, add_special_tokens=False)
+            for place, (start, end) in enumerate(encoding.offsets):  # those of <mask> can include white space
+                if encoding.ids[place] == self.library.token_to_id(token) and start <= len(left) < end:
+                    return encoding.ids, place
+        return None
 
     def token_spans(self, line: str) -> list[tuple[int, int]]:
         with _library_errors("tokenizer.json cannot encode a line"):

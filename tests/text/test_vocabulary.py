@@ -5,14 +5,13 @@ import shutil
 
 import numpy as np
 import pytest
-from fairseq.data import Dictionary
-from fairseq.tokenizer import tokenize_line
 
 from lln_fairseq.errors import UserError
 from lln_fairseq.text.encode import encode_block
 from lln_fairseq.text.tokenizers import SentencePieceTokenizer, train_sentencepiece
 from lln_fairseq.text.vocabulary import Vocabulary, load_vocabulary, new_vocabulary
 from tests.data_prep.conftest import TEXT, WORDS, text_of
+from tests.text_runs import fairseq_dictionary
 
 LINES = [TEXT.replace("\n", " "), " ".join(WORDS)] * 5
 
@@ -166,18 +165,6 @@ def test_tokenizer_with_a_special_symbol_as_text_raises():
 
 
 FOREIGN = ["the film É and É", "Éva saw 東京 and 京都", "東 京 東京", "a\u00a0film", "\u3000", "ÉÀ\u00a0É films"]
-
-
-def fairseq_dictionary(tokenizer, lines, path):
-    """Write the dict.txt that fairseq-preprocess makes of the pieces of lines, and return fairseq's dictionary."""
-    pieces = path.with_suffix(".pieces")
-    encoded = [" ".join(tokenizer.processor.encode(line, out_type=str)) for line in lines]
-    pieces.write_text("\n".join(encoded) + "\n", encoding="utf-8")
-    dictionary = Dictionary()
-    Dictionary.add_file_to_dictionary(str(pieces), dictionary, tokenize_line, num_workers=1)
-    dictionary.finalize(padding_factor=8)
-    dictionary.save(str(path))
-    return dictionary
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram", "char"])
