@@ -3,10 +3,13 @@
 import random
 from pathlib import Path
 
+from fairseq.data import Dictionary
+from fairseq.tokenizer import tokenize_line
+
 from data_prep import glue
 from data_prep.glue_tasks import GLUE_TASKS, read_glue_rows
 from lln_fairseq.text.lines import read_lines
-from lln_fairseq.text.tokenizers import train_sentencepiece
+from lln_fairseq.text.tokenizers import SentencePieceTokenizer, train_sentencepiece
 
 WORDS = ["film", "story", "actor", "scene", "camera", "music", "script", "ending", "comedy", "wonderful", "dreadful"]
 SIZES = {"train": 48, "dev": 30, "test": 7}
@@ -87,3 +90,15 @@ def texts_of(folder: Path, name: str, split: str = "dev") -> list[tuple[str, ...
     with path.open("rb") as stream:
         rows = read_glue_rows(read_lines(stream, str(path)), str(path), GLUE_TASKS[name], split.replace("dev", "valid"))
     return list(zip(*rows.inputs, strict=True))
+
+
+def fairseq_dictionary(tokenizer: SentencePieceTokenizer, lines: list[str], path: Path) -> Dictionary:
+    """Write the dict.txt that fairseq-preprocess makes of the pieces of lines, and return fairseq's dictionary."""
+    pieces = path.with_suffix(".pieces")
+    encoded = [" ".join(tokenizer.processor.encode(line, out_type=str)) for line in lines]
+    pieces.write_text("\n".join(encoded) + "\n", encoding="utf-8")
+    dictionary = Dictionary()
+    Dictionary.add_file_to_dictionary(str(pieces), dictionary, tokenize_line, num_workers=1)
+    dictionary.finalize(padding_factor=8)
+    dictionary.save(str(path))
+    return dictionary

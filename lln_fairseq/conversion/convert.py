@@ -29,7 +29,7 @@ from lln_fairseq.errors import UserError, user_errors
 from lln_fairseq.models.adapt import ATTENTION_PARAMETERS, POSITIONS, extended_rotary_base, resize_positions
 from lln_fairseq.models.lln_roberta import LLNRobertaModel, RobertaConfig
 from lln_fairseq.tasks.masked_lm import LLNMaskedLMConfig, LLNMaskedLMTask
-from lln_fairseq.text.special_symbols import PAD
+from lln_fairseq.text.special_symbols import PAD, dictionary_lines
 from lln_fairseq.text.vocabulary import load_vocabulary
 
 CHECKPOINT = "model.pt"
@@ -111,8 +111,7 @@ def write_converted_encoder(encoder: ImportedEncoder, attention: str, directory:
 
     Parameters that the attention does not have are removed from `encoder.parameters`, and notes are added, in place.
     """
-    text = "".join(f"{symbol} 0\n" for symbol in encoder.symbols)
-    (directory / DICTIONARY).write_text(text, encoding="utf-8")
+    (directory / DICTIONARY).write_text(dictionary_lines(encoder.symbols), encoding="utf-8")
     for name, data in encoder.files.items():
         (directory / name).write_bytes(data)
     state = build_checkpoint(encoder, attention, directory)

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from lln_fairseq.checkpoints.compatibility import check_tokenizer, label_names
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION
@@ -41,16 +42,17 @@ from lln_fairseq.conversion.to_onnx import (
     check_packages,
     write_onnx,
 )
-from lln_fairseq.conversion.write_tokenizer import convert_tokenizer, find_tokenizer, is_approximate
+from lln_fairseq.conversion.write_tokenizer import convert_tokenizer, count_ids, find_tokenizer, is_approximate
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models.options import attention_options
-from lln_fairseq.text.special_symbols import BOS, EOS, MASK, NUM_SPECIAL, PAD
-from lln_fairseq.text.tokenizers import TOKENIZER_FILES
-from lln_fairseq.text.vocabulary import vocabulary_identity
+from lln_fairseq.text.special_symbols import BOS, EOS, MASK, NUM_SPECIAL, PAD, UNKNOWN, dictionary_lines
+from lln_fairseq.text.tokenizers import TOKENIZER_FILES, make_tokenizer
+from lln_fairseq.text.vocabulary import Vocabulary, vocabulary_identity
 
 # Options of this project's models that fairseq's own RoBERTa does not have, with the values that it uses.
 STOCK_OPTIONS = {"attention": STOCK_ATTENTION, "softmax_layers": None, "layer_norm_eps": 1e-5}
+NEVER = -100.0  # the bias of a token that is never predicted
 
 
 def export(
@@ -103,8 +105,15 @@ def export(
         files: dict[str, bytes] = {}
         if source_files:
             symbols = task.source_dictionary.symbols
-            _check_same_tokenizer(source_files, symbols, state, str(tokenizer or task.cfg.data), str(checkpoint))
-            files = convert_tokenizer(source_files, symbols, longest_exported_sequence(exported.config))
+            kind = _check_same_tokenizer(source_files, symbols, state, str(tokenizer or task.cfg.data), str(checkpoint))
+            vocabulary = Vocabulary(make_tokenizer(kind, source_files), dictionary_lines(symbols[NUM_SPECIAL:]))
+            if vocabulary.missing:
+                lines.append(vocabulary.missing_message())
+            files = convert_tokenizer(vocabulary, longest_exported_sequence(exported.config))
+            new_rows = count_ids(files) - vocabulary.size
+            if new_rows > 0:
+                _add_unknown_rows(model, new_rows)
+                exported = convert_to_hugging_face(model.state_dict(), args, options, head, labels, is_encoder)
         has_tokenizer = TOKENIZER in files
         if pooling is not None:
             features = exported.config["hidden_size"]
@@ -171,10 +180,30 @@ def _tokenizer_files(tokenizer: Path | None, directories: list[Path]) -> dict[st
     return files
 
 
+def _add_unknown_rows(model: Any, count: int) -> None:
+    """Add tokens with the embedding of <unk>, which the language-model head never predicts, to a model in place."""
+
+    def extended(matrix: Tensor) -> nn.Parameter:
+        return nn.Parameter(torch.cat([matrix, matrix[UNKNOWN].expand(count, -1)]))
+
+    embedding = model.encoder.sentence_encoder.embed_tokens
+    head = getattr(model.encoder, "lm_head", None)
+    if head is not None:
+        is_tied = head.weight is embedding.weight
+        head.weight = extended(head.weight)
+        head.bias = nn.Parameter(torch.cat([head.bias, torch.full((count,), NEVER)]))
+    embedding.weight = extended(embedding.weight)
+    embedding.num_embeddings += count
+    if head is not None and is_tied:
+        head.weight = embedding.weight
+
+
 def _check_same_tokenizer(
     files: Mapping[str, bytes], symbols: Sequence[str], state: Mapping[str, Any], where: str, checkpoint: str
-) -> None:
-    """Raise UserError if the files in `where` are not those of the tokenizer that the checkpoint was made with.
+) -> str:
+    """Return the kind of the tokenizer with these files.
+
+    Raises UserError if the files in `where` are not those of the tokenizer that the checkpoint was made with.
 
     `symbols` are those of the task's dictionary, to which the task appended <mask> unless dict.txt has it.
     """
@@ -183,6 +212,7 @@ def _check_same_tokenizer(
     without_mask = [symbol for symbol in dictionary if symbol != MASK]
     if plugin_state(state).get("tokenizer") != vocabulary_identity(kind, files, dictionary):
         check_tokenizer(state, vocabulary_identity(kind, files, without_mask), where, checkpoint)
+    return kind
 
 
 def _output_function(model: Any, head: str, pooling: Pooling | None) -> Callable[[Tensor], Outputs]:

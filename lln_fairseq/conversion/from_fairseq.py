@@ -38,7 +38,7 @@ from lln_fairseq.conversion.read_tokenizer import check_dictionary
 from lln_fairseq.conversion.write_tokenizer import find_tokenizer
 from lln_fairseq.errors import UserError
 from lln_fairseq.models.adapt import ATTENTION_PARAMETERS, EMBEDDING, POSITIONS
-from lln_fairseq.text.special_symbols import MASK, NUM_SPECIAL
+from lln_fairseq.text.special_symbols import MASK, NUM_SPECIAL, parse_dictionary
 
 # Options that the tensors do not show. The number of heads is another one; it has no default and must be known.
 STORED_OPTIONS = (
@@ -236,13 +236,14 @@ def _find_dictionary(dictionary: Path | None, directory: Path) -> Path:
 def _read_symbols(dictionary: Path, rows: int, checkpoint: Path) -> list[str]:
     """Return the symbols in a dict.txt, including fairseq's fillers ("madeupword0000", ...).
 
-    Raises UserError if the file is not UTF-8, or the number of symbols, special symbols included, is not `rows`.
+    Raises UserError if the file is not a dict.txt, or the number of symbols, special symbols included, is not `rows`.
     """
     try:
-        lines = dictionary.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        symbols = parse_dictionary(dictionary.read_text(encoding="utf-8").removesuffix("\n").split("\n"))
     except UnicodeDecodeError as error:
         raise UserError(f"{dictionary} is not UTF-8: {error}") from error
-    symbols = [line.rstrip().rsplit(" ", 1)[0] for line in lines]
+    except UserError as error:
+        raise UserError(f"{dictionary}, {error}") from error
     count = NUM_SPECIAL + len(symbols)
     if MASK not in symbols:
         count += 1  # the task adds it

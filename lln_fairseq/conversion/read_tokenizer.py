@@ -61,9 +61,15 @@ def read_vocabulary(directory: Path, rows: int, lower_case: bool = False) -> Sou
 
     Raises:
         UserError: if there is no tokenizer, AutoTokenizer cannot load it or has no fast tokenizer of its class, a
-            token's id has no row in the embedding, or texts would get other tokens than AutoTokenizer gives them.
+            token's id has no row in the embedding, texts would get other tokens than AutoTokenizer gives them, or long
+            ones are cut at the left.
     """
     tokenizer = _load_tokenizer(directory)
+    if tokenizer.truncation_side != "right":
+        raise UserError(
+            f"{directory}: the tokenizer cuts long texts at truncation_side {tokenizer.truncation_side}, but this "
+            "project cuts them at the right. If that suits you, change truncation_side in tokenizer_config.json"
+        )
     ids = tokenizer.get_vocab()
     _check_ids_in_embedding(ids, rows, directory)
     special_ids = _special_ids(ids, directory)

@@ -6,15 +6,17 @@ gets new ids.
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+import unicodedata
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from lln_fairseq.conversion import tokenizer_json
-from lln_fairseq.conversion.read_tokenizer import TOKENIZER
+from lln_fairseq.conversion.read_tokenizer import PROBES, TOKENIZER
 from lln_fairseq.errors import UserError, first_line
-from lln_fairseq.text.special_symbols import MASK, SPECIAL_SYMBOLS
-from lln_fairseq.text.tokenizers import TOKENIZER_FILES
+from lln_fairseq.text.special_symbols import BOS, EOS, MASK, NUM_SPECIAL, SPECIAL_SYMBOLS, UNKNOWN
+from lln_fairseq.text.tokenizers import TOKENIZER_FILES, SentencePieceTokenizer
+from lln_fairseq.text.vocabulary import Vocabulary
 
 # The roles that fairseq's special symbols have in transformers.
 ROLES = {
@@ -27,6 +29,8 @@ ROLES = {
 NEVER = -1e4  # the unigram score of a piece that must never be chosen
 # The characters that str.strip removes, for use inside the brackets of a regular expression.
 SPACES = "\t-\r\x1c- \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+MAX_PROBE_SYMBOLS = 1000
+UNKNOWN_TEXT = "\U0010fffd"  # a private-use character, which becomes <unk>
 SENTENCEPIECE_UNIGRAM = 1
 SENTENCEPIECE_BPE = 2
 
@@ -43,24 +47,29 @@ def find_tokenizer(directories: Sequence[Path]) -> dict[str, bytes]:
     return {}
 
 
-def convert_tokenizer(files: Mapping[str, bytes], symbols: Sequence[str], positions: int) -> dict[str, bytes]:
-    """Convert a tokenizer to the files that transformers' AutoTokenizer needs. Its tokens get a dictionary's ids.
+def convert_tokenizer(vocabulary: Vocabulary, positions: int) -> dict[str, bytes]:
+    """Convert a tokenizer to the files that transformers' AutoTokenizer needs. Its tokens get the dictionary's ids.
+
+    A token that the dictionary lacks gets an id behind the dictionary's, which must have the embedding of <unk>: the
+    library cannot give several tokens the same id.
 
     Args:
-        files: the contents of the tokenizer's files by name, as `find_tokenizer` returns them.
-        symbols: all symbols of the dictionary, including fairseq's special symbols, in the order of their ids.
+        vocabulary: the tokenizer with its dictionary, which has <mask>.
         positions: the maximum number of tokens in a sequence of the model.
 
     Returns:
         The contents of tokenizer.json, tokenizer_config.json and special_tokens_map.json by file name.
 
     Raises:
-        UserError: if the tokenizer is damaged or has a token that the dictionary lacks.
+        UserError: if the tokenizer is damaged, or the result gives some texts other ids than `vocabulary`.
     """
-    ids = {symbol: number for number, symbol in enumerate(symbols)}
+    files = vocabulary.tokenizer.files
+    ids = {symbol: NUM_SPECIAL + number for number, symbol in enumerate(vocabulary.symbols)}
+    ids |= {symbol: number for number, symbol in enumerate(SPECIAL_SYMBOLS)}
+    ids |= {symbol: vocabulary.size + number for number, symbol in enumerate(vocabulary.missing)}
     try:
-        if "spm.model" in files:
-            content = _convert_sentencepiece(files["spm.model"], ids)
+        if isinstance(vocabulary.tokenizer, SentencePieceTokenizer):
+            content = _convert_sentencepiece(vocabulary.tokenizer, ids)
         elif "encoder.json" in files:
             content = _convert_gpt2(files, ids)
         else:
@@ -76,6 +85,7 @@ def convert_tokenizer(files: Mapping[str, bytes], symbols: Sequence[str], positi
     for name, roles in ROLES.items():
         for role in roles:
             special_tokens[role] = tokenizer_json.special_token(new_ids, name)
+    _check_same_ids(tokenizer_json.as_bytes(content), vocabulary)
     pre_tokenizer = content.get("pre_tokenizer") or {}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -92,6 +102,36 @@ def convert_tokenizer(files: Mapping[str, bytes], symbols: Sequence[str], positi
     }
 
 
+def count_ids(files: Mapping[str, bytes]) -> int:
+    """Return the number of ids, from 0 to the largest, of a tokenizer that `convert_tokenizer` returned."""
+    return max(tokenizer_json.token_ids(json.loads(files[TOKENIZER])).values()) + 1
+
+
+def _check_same_ids(converted: bytes, vocabulary: Vocabulary) -> None:
+    """Raise UserError if a tokenizer.json gives PROBES, or texts of the dictionary's symbols, other ids."""
+    from tokenizers import Tokenizer  # an optional dependency
+
+    tokenizer = vocabulary.tokenizer
+    symbols = [symbol for symbol in vocabulary.symbols if symbol != MASK and tokenizer.can_give(symbol)]
+    step = len(symbols) // MAX_PROBE_SYMBOLS + 1
+    texts = [tokenizer.symbol_text(symbol) for symbol in symbols[::step]]
+    if is_approximate(tokenizer.files):
+        texts = [text for text in texts if not any(unicodedata.category(char)[0] in "MC" for char in text)]
+    lines = [*PROBES]
+    for first in range(0, len(texts), 10):
+        lines.append("".join(texts[first : first + 10]).strip())
+        lines.append(" ".join(texts[first : first + 10]).strip())
+    library = Tokenizer.from_str(converted.decode())
+    for line, encoding, ids in zip(lines, library.encode_batch(lines), vocabulary.encode(lines), strict=True):
+        actual = [UNKNOWN if number >= vocabulary.size else number for number in encoding.ids]
+        expected = [BOS, *ids.tolist(), EOS]
+        if actual != expected:
+            raise UserError(
+                f"the tokenizer cannot be exported: AutoTokenizer would give {line!r} the ids {actual}, but the "
+                f"training data has {expected}"
+            )
+
+
 def is_approximate(files: Mapping[str, bytes]) -> bool:
     """Return True if the result of `convert_tokenizer` encodes some texts differently from the tokenizer in `files`.
 
@@ -104,7 +144,7 @@ def is_approximate(files: Mapping[str, bytes]) -> bool:
 
 
 def _special_ids(ids: Mapping[str, int]) -> dict[str, int]:
-    """Return the ids of fairseq's special symbols in a dictionary. Raises KeyError if the dictionary lacks one."""
+    """Return the ids of fairseq's special symbols and <mask>. Raises KeyError if the dictionary lacks <mask>."""
     return {name: ids[name] for name in (*SPECIAL_SYMBOLS, MASK)}
 
 
@@ -175,30 +215,42 @@ def _parse_sentencepiece(data: bytes) -> Any:
     return proto
 
 
-def _convert_sentencepiece(data: bytes, ids: Mapping[str, int]) -> dict[str, Any]:
+def _convert_sentencepiece(tokenizer: SentencePieceTokenizer, ids: Mapping[str, int]) -> dict[str, Any]:
     """Return the content of tokenizer.json for a SentencePiece model.
 
     Args:
-        data: the content of spm.model.
-        ids: the ids of the dictionary's symbols, which are the pieces themselves.
+        tokenizer: the model.
+        ids: the ids of the pieces, and of all other symbols of the dictionary.
 
     Raises:
-        KeyError: if the dictionary lacks a piece.
+        KeyError: if `ids` lacks a piece.
         UserError: if the model is damaged or neither BPE nor unigram.
     """
-    proto = _parse_sentencepiece(data)
+    proto = _parse_sentencepiece(tokenizer.files["spm.model"])
     piece_types = proto.SentencePiece
     scores = {}
     normal_scores = {}  # without pieces for single bytes and pieces that the user defined
     for piece in proto.pieces:
-        if piece.type not in (piece_types.CONTROL, piece_types.UNKNOWN):
+        is_separator = piece.piece.isspace() and tokenizer.characters is not None
+        if piece.type not in (piece_types.CONTROL, piece_types.UNKNOWN) and not is_separator:
             scores[piece.piece] = piece.score
         if piece.type == piece_types.NORMAL:
             normal_scores[piece.piece] = piece.score
     new_ids = {piece: ids[piece] for piece in scores} | _special_ids(ids)
+    normalizer = _sentencepiece_normalizer(proto)
+    others = [symbol for symbol in ids if symbol not in new_ids and tokenizer.can_give(symbol)]  # text without a piece
+    new_ids |= {symbol: ids[symbol] for symbol in others}
     byte_fallback = bool(proto.trainer_spec.byte_fallback)
     pre_tokenizer = None
+    if tokenizer.characters is not None:
+        normalizer["normalizers"].append(_replace({"Regex": _unknown_text(tokenizer.characters, others)}, UNKNOWN_TEXT))
+        pre_tokenizer = {"type": "Split", "pattern": {"Regex": f"[{SPACES}]+"}, "behavior": "Removed", "invert": False}
     if proto.trainer_spec.model_type == SENTENCEPIECE_BPE:
+        parts = set()  # a BPE makes a symbol from its first character on
+        for symbol in others:
+            parts |= {*symbol, *(symbol[:end] for end in range(1, len(symbol) + 1))}
+        for number, part in enumerate(sorted(parts - set(new_ids)), start=max(ids.values()) + 1):
+            new_ids[part] = number
         model: dict[str, Any] = {
             "type": "BPE",
             "dropout": None,
@@ -209,9 +261,10 @@ def _convert_sentencepiece(data: bytes, ids: Mapping[str, int]) -> dict[str, Any
             "byte_fallback": byte_fallback,
             "ignore_merges": False,
             "vocab": new_ids,
-            "merges": _find_merges(normal_scores),
+            "merges": _find_merges(normal_scores | dict.fromkeys(sorted(parts), 0.0)),
         }
     elif proto.trainer_spec.model_type == SENTENCEPIECE_UNIGRAM:
+        scores |= dict.fromkeys(others, -1.0)  # below 0, so that one symbol is better than several
         rows = {number: [piece, scores.get(piece, 0.0)] for piece, number in new_ids.items()}
         model = {
             "type": "Unigram",
@@ -232,10 +285,27 @@ def _convert_sentencepiece(data: bytes, ids: Mapping[str, int]) -> dict[str, Any
     return tokenizer_json.document(
         new_ids,
         model,
-        normalizer=_sentencepiece_normalizer(proto),
+        normalizer=normalizer,
         pre_tokenizer=pre_tokenizer,
         decoder=_sentencepiece_decoder(),
     )
+
+
+def _unknown_text(characters: Set[str], symbols: Sequence[str]) -> str:
+    """Return a regular expression for text without a piece that is none of the symbols.
+
+    Args:
+        characters: the characters that have a piece.
+        symbols: the symbols that text without a piece can be.
+    """
+    unknown = rf"[^{SPACES}{_escape(''.join(sorted(characters)))}]"
+    alternatives = "|".join(_escape(symbol) for symbol in symbols)
+    return rf"(?={unknown})(?<!{unknown})(?!(?:{alternatives})(?!{unknown})){unknown}+"
+
+
+def _escape(text: str) -> str:
+    """Return a regular expression for a text, in which each character has its code point."""
+    return "".join(f"\\x{{{ord(char):X}}}" for char in text)
 
 
 def _find_merges(scores: Mapping[str, float]) -> list[list[str]]:

@@ -247,8 +247,8 @@ class TextModel(nn.Module):
         probabilities = self._mask_probabilities(ids)
         tokenizer = self.vocabulary.tokenizer
         symbols = self.vocabulary.symbols
-        text_symbols = set(tokenizer.symbols())  # the dictionary can also have fillers
-        known = [number for number, symbol in enumerate(symbols) if symbol in text_symbols]
+        # The dictionary can also have fillers.
+        known = [number for number, symbol in enumerate(symbols) if tokenizer.can_give(symbol)]
         if not 1 <= k <= len(known):
             raise UserError(f"k must be between 1 and {len(known)}, the number of tokens, got {k}")
         top = probabilities[NUM_SPECIAL:][known].topk(k)

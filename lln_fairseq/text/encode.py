@@ -22,7 +22,7 @@ import numpy as np
 from lln_fairseq.errors import UserError
 from lln_fairseq.text.binary_format import Block
 from lln_fairseq.text.special_symbols import EOS
-from lln_fairseq.text.tokenizers import Tokenizer, flat_ids, make_tokenizer
+from lln_fairseq.text.tokenizers import make_tokenizer
 from lln_fairseq.text.vocabulary import Vocabulary
 
 BLOCK_CHARACTERS = 1 << 19
@@ -39,24 +39,18 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def encode_block(tokenizer: Tokenizer, table: np.ndarray, lines: Sequence[str]) -> Block:
+def encode_block(vocabulary: Vocabulary, lines: Sequence[str]) -> Block:
     """Encode lines into fairseq's ids. Each line becomes one sample, which ends with </s>; an empty line has only </s>.
-
-    Args:
-        tokenizer: turns the lines into its own ids.
-        table: fairseq's id for each of the tokenizer's ids, int32 (tokenizer ids,).
-        lines: the lines.
 
     Returns:
         The ids of all samples, int32 (tokens,), and the length of each sample, </s> included, int64 (lines,).
     """
-    tokenizer_ids, lengths = flat_ids(tokenizer.encode_ids(lines))
-    lengths += 1
-    ids = np.full(int(lengths.sum()), EOS, dtype=np.int32)
-    is_text = np.ones(len(ids), dtype=bool)
-    is_text[np.cumsum(lengths) - 1] = False
-    ids[is_text] = table[tokenizer_ids]
-    return ids, lengths
+    end = np.array([EOS], dtype=np.int32)
+    samples = []
+    for ids in vocabulary.encode(lines):
+        samples += [ids, end]
+    lengths = np.array([len(ids) + 1 for ids in samples[::2]], dtype=np.int64)
+    return np.concatenate([end[:0], *samples]), lengths
 
 
 def split_into_blocks(lines: Iterable[str]) -> Iterator[list[str]]:
@@ -120,20 +114,18 @@ def map_in_order(
         ) from error
 
 
-_worker_tokenizer: Tokenizer
-_worker_table: np.ndarray
+_worker_vocabulary: Vocabulary
 
 
-def _start_worker(kind: str, files: dict[str, bytes], table: np.ndarray) -> None:
-    """Initialize a process of the pool: create the tokenizer and the table that `_encode_in_worker` uses."""
-    global _worker_tokenizer, _worker_table
+def _start_worker(kind: str, files: dict[str, bytes], dictionary: str) -> None:
+    """Initialize a process of the pool: create the vocabulary that `_encode_in_worker` uses."""
+    global _worker_vocabulary
     prepare_worker()
-    _worker_tokenizer = make_tokenizer(kind, files)
-    _worker_table = table
+    _worker_vocabulary = Vocabulary(make_tokenizer(kind, files), dictionary)
 
 
 def _encode_in_worker(lines: list[str]) -> Block:
-    return encode_block(_worker_tokenizer, _worker_table, lines)
+    return encode_block(_worker_vocabulary, lines)
 
 
 class ParallelEncoder:
@@ -166,7 +158,7 @@ class ParallelEncoder:
             # "fork" may hang here: the tokenizer libraries start threads, and a fork copies locks but no threads.
             mp_context=multiprocessing.get_context("spawn"),
             initializer=_start_worker,
-            initargs=(tokenizer.kind, dict(tokenizer.files), self.vocabulary.table),
+            initargs=(tokenizer.kind, dict(tokenizer.files), self.vocabulary.dictionary),
         )
 
     def blocks(self, lines: Iterable[str]) -> Iterator[Block]:
@@ -181,7 +173,7 @@ class ParallelEncoder:
             line_blocks = chain(first_blocks, line_blocks)
             if self.workers <= 1 or len(first_blocks) < INLINE_BLOCKS:
                 for block in line_blocks:
-                    yield encode_block(self.vocabulary.tokenizer, self.vocabulary.table, block)
+                    yield encode_block(self.vocabulary, block)
                 return
             self._pool = self._start_pool()
         yield from map_in_order(self._pool, _encode_in_worker, line_blocks, self.workers)

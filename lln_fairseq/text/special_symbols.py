@@ -39,6 +39,16 @@ def parse_dictionary(lines: Iterable[str]) -> list[str]:
     return symbols
 
 
+def dictionary_lines(symbols: Iterable[str]) -> str:
+    """Return the content of a dict.txt with these symbols, in order, and the count 0, for `parse_dictionary`."""
+    seen = set(SPECIAL_SYMBOLS)
+    lines = []
+    for symbol in symbols:
+        lines.append(f"{symbol} 0{OVERWRITE if symbol in seen else ''}\n")
+        seen.add(symbol)
+    return "".join(lines)
+
+
 def _is_integer(text: str) -> bool:
     """Return True if fairseq accepts the text as a count: it must be an integer for Python's `int`."""
     try:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lln_fairseq.errors import UserError
 from lln_fairseq.text.encode import encode_block
-from lln_fairseq.text.special_symbols import MASK
+from lln_fairseq.text.special_symbols import EOS, MASK
 
 Text = str | Sequence[str]  # one text, or a pair of texts as a tuple or list
 BATCH_TOKENS = 8192  # padding included; a longer sample becomes a batch of its own
@@ -134,15 +134,29 @@ class TextIds:
     def encode_masked(self, left: str, right: str) -> Tensor:
         """Return the ids of the text left<mask>right, int64 (N,).
 
-        White space before <mask> is dropped, because it belongs to the masked word. The text after <mask> is encoded as
-        the continuation of a line. The task must not strip </s>.
+        A tokenizer.json with <mask> encodes the whole text, white space at its ends included. With other tokenizers,
+        white space before <mask> is dropped, because it belongs to the masked word, and the text after <mask> is
+        encoded as the continuation of a line. The task must not strip </s>.
         """
+        check_characters(left + right)
+        masked = self.vocabulary.tokenizer.encode_masked(left.replace("\n", " "), right.replace("\n", " "))
+        if masked is not None:
+            tokenizer_ids, place = masked
+            ids = torch.tensor([*self.vocabulary.table[tokenizer_ids].tolist(), EOS])
+            ids[place] = self.mask
+            return _prepend(self.init_token, ids)
         # A tokenizer treats the start of a line in a special way. A character in front of `right` prevents that, and
         # its ids are removed again. They cannot be removed if the tokenizer merged them with the text that follows.
-        before, marker, after = self.encode_lines([left.strip(), CONTINUATION, CONTINUATION + right.rstrip()])
+        continuation = CONTINUATION + right.rstrip()
+        before, marker, after = self.encode_lines([left.strip(), CONTINUATION, continuation])
         marker_ids = marker[:-1]  # without the last id, which is </s>
-        if torch.equal(after[: len(marker_ids)], marker_ids):
+        _, marker_end = self.vocabulary.tokenizer.token_spans(continuation)[len(marker_ids) - 1]
+        if torch.equal(after[: len(marker_ids)], marker_ids) and marker_end == len(CONTINUATION):
             after = after[len(marker_ids) :]
+        elif marker_end > len(CONTINUATION):  # SentencePiece joins all text without a piece, which may follow "▁"
+            (after,) = self.encode_lines([right.strip()])
+            if torch.equal(after[: len(marker_ids) - 1], marker_ids[:-1]):
+                after = after[len(marker_ids) - 1 :]
         else:
             (after,) = self.encode_lines([right.strip()])
         ids = torch.cat([before[:-1], torch.tensor([self.mask]), after])
@@ -155,7 +169,7 @@ class TextIds:
         contains a lone surrogate, or the tokenizer cannot encode it.
         """
         lines = [_as_line(line) for line in lines]
-        ids, lengths = encode_block(self.vocabulary.tokenizer, self.vocabulary.table, lines)
+        ids, lengths = encode_block(self.vocabulary, lines)
         encoded = torch.from_numpy(ids).long().split(lengths.tolist())
         if self.strip_eos:
             return [line[:-1] for line in encoded]

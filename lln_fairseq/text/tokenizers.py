@@ -10,11 +10,9 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
-
-import numpy as np
 
 from lln_fairseq.errors import UserError
 from lln_fairseq.terminal import print_status
@@ -32,12 +30,14 @@ class Tokenizer(ABC):
     """Interface of all tokenizers.
 
     A tokenizer numbers its tokens with its own ids, which differ from fairseq's ids. The symbol of an id is its entry
-    in fairseq's dict.txt, and contains no white space. An id without a symbol becomes fairseq's <unk>.
+    in fairseq's dict.txt, and contains no white space. An id without a symbol becomes fairseq's <unk>. The symbols of a
+    line with one of `open_ids` depend on its text: `line_symbols` returns them.
     """
 
     kind: ClassVar[str]  # a key of TOKENIZERS, which manifests record
     files: Mapping[str, bytes]  # the contents of the files from which `make_tokenizer` recreates the tokenizer
     symbols_by_id: Sequence[str | None]  # the symbol for each of the tokenizer's ids; None for ids that become <unk>
+    open_ids: frozenset[int] = frozenset()
 
     @abstractmethod
     def encode_ids(self, lines: Sequence[str]) -> list[list[int]]:
@@ -45,7 +45,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def token_spans(self, line: str) -> list[tuple[int, int]]:
-        """Return the start and the end, in characters of the line, of the text of each id that `encode_ids` gives.
+        """Return the start and the end, in characters of the line, of the text of each symbol of `line_symbols`.
 
         A token that encodes only some of a character's bytes has the span of the whole character, or of several if the
         library knows no more. The span may include white space around the token.
@@ -54,6 +54,23 @@ class Tokenizer(ABC):
     def symbols(self) -> list[str]:
         """Return all symbols, in the order of the tokenizer's ids. Ids without a symbol are skipped."""
         return [symbol for symbol in self.symbols_by_id if symbol is not None]
+
+    def line_symbols(self, line: str) -> list[str | None]:
+        """Return the symbols of a line. None, and a symbol that dict.txt lacks, become <unk>."""
+        (ids,) = self.encode_ids([line])
+        return [self.symbols_by_id[i] for i in ids]
+
+    def encode_masked(self, left: str, right: str) -> tuple[list[int], int] | None:
+        """Return the tokenizer's own ids of left<mask>right, and the position of <mask>; None if it has no <mask>."""
+        return None
+
+    def can_give(self, symbol: str) -> bool:
+        """Return True if a line can have this symbol."""
+        return symbol in self._known_symbols
+
+    @cached_property
+    def _known_symbols(self) -> frozenset[str]:
+        return frozenset(self.symbols())
 
     @abstractmethod
     def symbol_text(self, symbol: str) -> str:
@@ -66,8 +83,9 @@ class Tokenizer(ABC):
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model, used through the SentencePiece library (fairseq: `--bpe sentencepiece`).
 
-    The symbols are the pieces. Control pieces and the unknown piece have no symbol. `model` is the content of a model
-    file; anything else raises UserError.
+    The symbols are the pieces, without control pieces and the unknown piece. As in `spm_encode --output_format=piece`,
+    text without a piece is its own symbol, and as in fairseq-preprocess, white space separates symbols.
+    `model` is the content of a model file; anything else raises UserError.
     """
 
     kind = "sentencepiece"
@@ -87,10 +105,22 @@ class SentencePieceTokenizer(Tokenizer):
             is_special = self.processor.is_control(i) or self.processor.is_unknown(i)
             symbols.append(None if is_special else piece)
         self.symbols_by_id = symbols
+        with_space = [i for i, piece in enumerate(pieces) if piece.split() != [piece]]
+        self.open_ids = frozenset([self.processor.unk_id(), *with_space])
+        has_bytes = any(self.processor.is_byte(i) for i in range(len(pieces)))
+        self.characters: frozenset[str] | None = None  # those with a piece; None if every text has pieces
+        if not has_bytes:
+            self.characters = frozenset(piece for piece in self.symbols() if len(piece) == 1)
         self.files = {"spm.model": model}
 
     def encode_ids(self, lines: Sequence[str]) -> list[list[int]]:
         return self.processor.encode(list(lines), out_type=int, num_threads=1)
+
+    def line_symbols(self, line: str) -> list[str | None]:
+        return list(" ".join(self.processor.encode(line, out_type=str)).split())
+
+    def can_give(self, symbol: str) -> bool:
+        return super().can_give(symbol) or (self.characters is not None and self.characters.isdisjoint(symbol))
 
     def token_spans(self, line: str) -> list[tuple[int, int]]:
         spans = []
@@ -98,7 +128,11 @@ class SentencePieceTokenizer(Tokenizer):
             # If several pieces encode one character, the library gives the character to the last of them.
             if start == end and piece != _PIECE_SPACE:
                 end = start + 1
-            spans.append((start, end))
+            words = [word.span() for word in re.finditer(r"\S+", line[start:end])]
+            if len(piece.split()) == len(words) != 1:
+                spans += [(start + first, start + last) for first, last in words]
+            else:  # also if a normalizer changed the text
+                spans += [(start, end)] * len(piece.split())
         return spans
 
     def _pieces_with_spans(self, line: str) -> list[tuple[str, int, int]]:
@@ -259,6 +293,15 @@ class HuggingFaceTokenizer(Tokenizer):
             encodings = self.library.encode_batch(list(lines), add_special_tokens=False)
             return [encoding.ids for encoding in encodings]
 
+    def encode_masked(self, left: str, right: str) -> tuple[list[int], int] | None:
+        for token in (MASK, "[MASK]"):
+            with _library_errors("tokenizer.json cannot encode a line"):
+                encoding = self.library.encode(left + token + right, add_special_tokens=False)
+            for place, (start, end) in enumerate(encoding.offsets):  # those of <mask> can include white space
+                if encoding.ids[place] == self.library.token_to_id(token) and start <= len(left) < end:
+                    return encoding.ids, place
+        return None
+
     def token_spans(self, line: str) -> list[tuple[int, int]]:
         with _library_errors("tokenizer.json cannot encode a line"):
             encoding = self.library.encode_batch([line], add_special_tokens=False)[0]
@@ -296,13 +339,6 @@ def make_tokenizer(kind: str, files: Mapping[str, bytes]) -> Tokenizer:
     """Create a tokenizer of a kind in TOKENIZERS from the contents of its files; further files are ignored."""
     contents = [files[name] for name in TOKENIZER_FILES[kind]]
     return TOKENIZERS[kind](*contents)
-
-
-def flat_ids(encoded: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Concatenate the ids of several lines, int32 (tokens,), and count the ids of each line, int64 (lines,)."""
-    lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
-    ids = np.fromiter(chain.from_iterable(encoded), dtype=np.int32, count=int(lengths.sum()))
-    return ids, lengths
 
 
 def train_sentencepiece(

@@ -13,6 +13,8 @@ ids.
 
 import io
 import json
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +25,7 @@ import numpy as np
 
 from lln_fairseq.errors import UserError
 from lln_fairseq.files import sha256_bytes
-from lln_fairseq.text.special_symbols import NUM_SPECIAL, UNKNOWN, parse_dictionary
+from lln_fairseq.text.special_symbols import MASK, NUM_SPECIAL, SPECIAL_SYMBOLS, UNKNOWN, parse_dictionary
 from lln_fairseq.text.tokenizers import (
     TOKENIZER_FILES,
     Tokenizer,
@@ -34,27 +36,58 @@ from lln_fairseq.text.tokenizers import (
 
 DICTIONARY = "dict.txt"
 MANIFEST = "manifest.json"
+MAX_MISSING = 0.5  # the share of the tokenizer's symbols that dict.txt may lack
+MAX_FOREIGN = 0.01  # the share of dict.txt's symbols that no text has with this tokenizer, if others are missing
+FILLER = re.compile(r"madeupword\d+")  # with which fairseq-preprocess fills dict.txt
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Vocabulary:
     """A tokenizer with its dictionary, which together encode text into fairseq's ids.
 
-    `dictionary` is the content of dict.txt. It may have more symbols than the tokenizer; if it lacks one, UserError is
-    raised.
+    `dictionary` is the content of dict.txt. It may have more symbols than the tokenizer. If it lacks some, because the
+    text that it was made from does not have them, they become <unk>, as in fairseq.
+
+    Raises:
+        UserError: if dict.txt is malformed, or that of another tokenizer: it lacks more than MAX_MISSING of the
+            tokenizer's symbols, or it lacks some, and more than MAX_FOREIGN of its own are not the tokenizer's. Also
+            if a symbol of the tokenizer is a special symbol.
     """
 
     tokenizer: Tokenizer
     dictionary: str
 
     def __post_init__(self) -> None:
-        in_dictionary = set(self.symbols)
-        missing = [symbol for symbol in self.tokenizer.symbols() if symbol not in in_dictionary]
-        if missing:
+        if not self.missing:
+            return
+        foreign = 0
+        for symbol in self.symbols:
+            if symbol != MASK and not FILLER.fullmatch(symbol) and not self.tokenizer.can_give(symbol):
+                foreign += 1
+        known = len(self.tokenizer.symbols())
+        has_special = not set(SPECIAL_SYMBOLS).isdisjoint(self.missing)  # as text, with the id of a special symbol
+        if has_special or len(self.missing) > MAX_MISSING * known or foreign > MAX_FOREIGN * len(self.symbols):
             raise UserError(
-                f"{DICTIONARY} does not fit the {self.tokenizer.kind} tokenizer: it lacks {missing[0]!r} "
-                f"({len(missing)} missing)"
+                f"{DICTIONARY} does not fit the {self.tokenizer.kind} tokenizer: it lacks {self.missing[0]!r} "
+                f"({len(self.missing)} of {known} missing; at most {MAX_MISSING:.0%} may be), and {foreign} of its "
+                f"{len(self.symbols)} symbols are not the tokenizer's (at most {MAX_FOREIGN:.0%})"
             )
+
+    @cached_property
+    def missing(self) -> list[str]:
+        """The symbols of the tokenizer that dict.txt lacks, without pieces of several words, which it cannot have."""
+        return [symbol for symbol in self.tokenizer.symbols() if symbol not in self._ids and symbol.split() == [symbol]]
+
+    def missing_message(self) -> str:
+        """Return a line that counts the missing symbols, or "" if there are none."""
+        if not self.missing:
+            return ""
+        return (
+            f"{DICTIONARY} lacks {len(self.missing)} of the tokenizer's {len(self.tokenizer.symbols())} symbols, such "
+            f"as {self.missing[0]!r}: they become <unk>, as in fairseq"
+        )
 
     @cached_property
     def symbols(self) -> list[str]:
@@ -72,11 +105,23 @@ class Vocabulary:
     @cached_property
     def table(self) -> np.ndarray:
         """fairseq's id for each of the tokenizer's ids, int32 (tokenizer ids,). An id without a symbol gets <unk>."""
-        id_of = {symbol: NUM_SPECIAL + i for i, symbol in enumerate(self.symbols)}
-        table = []
-        for symbol in self.tokenizer.symbols_by_id:
-            table.append(UNKNOWN if symbol is None else id_of[symbol])
-        return np.array(table, dtype=np.int32)
+        return np.array([self._ids.get(symbol, UNKNOWN) for symbol in self.tokenizer.symbols_by_id], dtype=np.int32)
+
+    @cached_property
+    def _ids(self) -> dict[str | None, int]:
+        """fairseq's id for each symbol. As in fairseq, the last one of equal symbols counts."""
+        return {symbol: NUM_SPECIAL + i for i, symbol in enumerate(self.symbols)}
+
+    def encode(self, lines: Sequence[str]) -> list[np.ndarray]:
+        """Return fairseq's ids of each line, int32 (tokens,), without special tokens."""
+        encoded = []
+        for line, ids in zip(lines, self.tokenizer.encode_ids(lines), strict=True):
+            if self.tokenizer.open_ids.isdisjoint(ids):
+                encoded.append(self.table[np.array(ids, dtype=np.int32)])
+            else:
+                found = [self._ids.get(symbol, UNKNOWN) for symbol in self.tokenizer.line_symbols(line)]
+                encoded.append(np.array(found, dtype=np.int32))
+        return encoded
 
     @cached_property
     def identity(self) -> str:
@@ -195,13 +240,19 @@ def _from_files(directory: Path) -> Vocabulary | None:
 
 
 def _with_dictionary(tokenizer: Tokenizer, path: Path) -> Vocabulary:
-    """Return the vocabulary of a tokenizer and the dict.txt at `path`. Errors are UserErrors that contain the path."""
+    """Return the vocabulary of a tokenizer and the dict.txt at `path`. Errors are UserErrors that contain the path.
+
+    Symbols that dict.txt lacks are reported as a warning.
+    """
     try:
-        return Vocabulary(tokenizer, _read(path).decode())
+        vocabulary = Vocabulary(tokenizer, _read(path).decode())
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8: {error}") from error
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
+    if vocabulary.missing:
+        logger.warning(vocabulary.missing_message())
+    return vocabulary
 
 
 def _read(path: Path) -> bytes:

@@ -1,5 +1,6 @@
 """Hugging Face encoders as checkpoints of this project: the same logits and the same ids."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -73,6 +74,27 @@ def test_symbol_text_restores_text(kind, sources, tmp_path):
 
     assert "".join(tokenizer.symbol_text(symbol) for symbol in symbols).strip() == text
     assert len(symbols) > 7  # some symbols are parts of words
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_masked_text_gets_ids_of_source(kind, sources, tmp_path):
+    """Also white space around <mask> and at the ends of the text, which belongs to tokens of some tokenizers."""
+    convert(sources[kind][1], tmp_path / "out", "softmax")
+    tokenizer = TOKENIZERS[kind].from_pretrained(sources[kind][1])
+    order = hugging_face_ids(sources[kind][1], kind)
+    ids = load(tmp_path / "out" / "model.pt").ids
+
+    parts = ["the plot", " the plot ", "", " ", "!", " films", "é", "☃"]
+    for left, right in itertools.product(parts, parts):
+        expected = tokenizer(left + tokenizer.mask_token + right)["input_ids"]
+        assert [order[number] for number in ids.encode_masked(left, right).tolist()] == expected, (left, right)
+
+
+def test_tokenizer_that_cuts_at_the_left_is_rejected(tmp_path):
+    make_model_with_settings("roberta", tmp_path / "in", {"truncation_side": "left"})
+    with pytest.raises(UserError, match="the tokenizer cuts long texts at truncation_side left"):
+        convert(tmp_path / "in", tmp_path / "out", "softmax")
+    assert not (tmp_path / "out").exists()
 
 
 def test_special_token_in_text_is_unknown(sources, tmp_path):

@@ -21,13 +21,15 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
+from lln_fairseq import load
 from lln_fairseq.__main__ import main
 from lln_fairseq.attention.context import first_segment_lengths
 from lln_fairseq.conversion import directory
 from lln_fairseq.conversion import export as export_program
 from lln_fairseq.conversion import modeling_lln_roberta as modeling
-from lln_fairseq.conversion.convert import convert
+from lln_fairseq.conversion.convert import build_checkpoint, convert
 from lln_fairseq.conversion.directory import new_directory
+from lln_fairseq.conversion.encoder import ImportedEncoder
 from lln_fairseq.conversion.export import export
 from lln_fairseq.conversion.to_hugging_face import convert_to_hugging_face
 from lln_fairseq.conversion.write_tokenizer import convert_tokenizer, is_approximate
@@ -36,7 +38,7 @@ from lln_fairseq.inference.loading import load_model
 from lln_fairseq.ops.dispatch import MAX_FIRST_SEGMENT
 from lln_fairseq.text.text_ids import TextIds
 from lln_fairseq.text.tokenizers import SentencePieceTokenizer, make_tokenizer, train_sentencepiece
-from lln_fairseq.text.vocabulary import load_vocabulary, new_vocabulary
+from lln_fairseq.text.vocabulary import Vocabulary, load_vocabulary, new_vocabulary
 from tests.conversion.sources import (
     TEXTS,
     TOKENIZERS,
@@ -49,6 +51,7 @@ from tests.conversion.sources import (
 )
 from tests.fairseq_runs import CLASSIFICATION, LLN, USER_DIR, make_classification, train
 from tests.helpers import with_representatives
+from tests.text_runs import fairseq_dictionary
 
 CLASSIFICATION_HEAD = "sentence_classification_head"
 
@@ -455,6 +458,11 @@ BLANK = [character for character in map(chr, range(0x3001)) if character.isspace
 NASTY = [*PLAIN, *BLANK, "\u200b", "\ufeff", "  ", "\r\n", "▁", "▁▁", " ▁", "▁ "]
 
 
+def with_mask(vocabulary):
+    """Return a vocabulary whose dictionary ends with <mask>, as that of a task."""
+    return Vocabulary(vocabulary.tokenizer, f"{vocabulary.dictionary}<mask> 0\n")
+
+
 def make_text_ids(vocabulary):
     """Return the TextIds with which `predict` encodes texts, for the vocabulary and <mask>."""
     dictionary = Dictionary()
@@ -475,12 +483,11 @@ def test_sentencepiece_gives_same_ids_for_nasty_texts(model_type, byte_fallback,
     size = 302 if byte_fallback else 45
     tokenizer = SentencePieceTokenizer(train_sentencepiece(lines * 3, size, model_type, byte_fallback, fold))
     vocabulary = new_vocabulary(tokenizer)
-    symbols = ["<s>", "<pad>", "</s>", "<unk>", *vocabulary.symbols, "<mask>"]
     generator = random.Random(0)
     texts = ["".join(generator.choices(NASTY, k=generator.randrange(10))) for _ in range(1000)]
     expected = make_text_ids(vocabulary).encode_lines(texts)
 
-    for name, content in convert_tokenizer(tokenizer.files, symbols, 64).items():
+    for name, content in convert_tokenizer(with_mask(vocabulary), 64).items():
         (tmp_path / name).write_bytes(content)
 
     exported = AutoTokenizer.from_pretrained(tmp_path)
@@ -497,14 +504,13 @@ def test_model_card_mentions_approximate_tokenizer(sources, tmp_path, monkeypatc
 
 
 def assert_exported_tokenizer_gives_same_ids(vocabulary, texts, folder):
-    symbols = ["<s>", "<pad>", "</s>", "<unk>", *vocabulary.symbols, "<mask>"]
-    for name, content in convert_tokenizer(vocabulary.tokenizer.files, symbols, 64).items():
+    for name, content in convert_tokenizer(with_mask(vocabulary), 64).items():
         (folder / name).write_bytes(content)
     exported = AutoTokenizer.from_pretrained(folder)
     texts = [*texts, "the\nfilm\n\n the plot"]
     for text, ids in zip(texts, make_text_ids(vocabulary).encode_lines(texts), strict=True):
         assert exported(text)["input_ids"] == [0, *ids.tolist()], text
-    assert exported.mask_token_id == len(symbols) - 1
+    assert exported.mask_token_id == vocabulary.size
     assert exported.pad_token_id == 1
     assert exported("a", "b")["input_ids"].count(2) == 3
 
@@ -577,7 +583,7 @@ def test_directory_without_usable_tokenizer_is_rejected(pretrain, tmp_path):
     with pytest.raises(UserError, match="tokenizer has no tokenizer"):
         export(checkpoint, tmp_path / "out", tokenizer=folder)
     (folder / "spm.model").write_bytes(train_sentencepiece(TEXTS * 3, 36))
-    with pytest.raises(UserError, match="the tokenizer does not fit the dictionary, which lacks"):
+    with pytest.raises(UserError, match=r"dict\.txt does not fit the sentencepiece tokenizer: it lacks"):
         export(checkpoint, tmp_path / "out", tokenizer=folder)
     assert not (tmp_path / "out").exists()
 
@@ -657,3 +663,82 @@ def test_directory_that_appears_before_the_lock_is_kept(tmp_path, monkeypatch):
         raise AssertionError("the long work began")
 
     assert list(tmp_path.iterdir()) == [out]
+
+
+def make_checkpoint(folder, dictionary, files):
+    """Save a small masked language model with this content of dict.txt and these files of a tokenizer."""
+    folder.mkdir()
+    (folder / "dict.txt").write_text(dictionary, encoding="utf-8")
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    sizes = {"encoder_layers": 1, "encoder_embed_dim": 16, "encoder_ffn_embed_dim": 16, "encoder_attention_heads": 2}
+    encoder = ImportedEncoder({}, {**sizes, "max_positions": 64}, [], files)
+    torch.save(build_checkpoint(encoder, "softmax", folder), folder / "model.pt")
+    return folder / "model.pt"
+
+
+UNKNOWN_TEXTS = ["film É is and É", "Éva saw 東京 and 京都", "東 京 東京", "the\u00a0É film", "É\u00a0東京"]
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_exported_tokenizer_gives_ids_of_fairseq_preprocess(model_type, tmp_path):
+    """Text without a piece has a symbol of its own in dict.txt, and a piece that dict.txt lacks is <unk>."""
+    known_texts = ["the film holds", "a film is a story"]
+    size = 30 if model_type == "bpe" else 20
+    tokenizer = SentencePieceTokenizer(train_sentencepiece([*known_texts, "qx qx"] * 3, size, model_type))
+    lines = [*known_texts, *UNKNOWN_TEXTS]
+    fairseq_dictionary(tokenizer, lines, tmp_path / "dict.txt")
+    checkpoint = make_checkpoint(tmp_path / "in", (tmp_path / "dict.txt").read_text(encoding="utf-8"), tokenizer.files)
+
+    messages = export(checkpoint, tmp_path / "out")
+
+    assert "symbols, such as" in messages[0]
+    assert messages[0].endswith("they become <unk>, as in fairseq")
+    model = load(checkpoint)
+    exported = AutoTokenizer.from_pretrained(tmp_path / "out")
+    exported_model = AutoModelForMaskedLM.from_pretrained(tmp_path / "out")
+    size = len(model.task.source_dictionary)
+    texts = [*lines, "京東 É東 東京東", "a qx film", "x q"]
+    for text, expected in zip(texts, model.ids.encode_rows([(text,) for text in texts]), strict=True):
+        tokens = torch.tensor(exported(text)["input_ids"])
+        assert torch.where(tokens < size, tokens, 3).tolist() == expected.tolist(), text
+        assert (tokens < size).all() or "q" in text
+        logits = hugging_face_logits(exported_model, tokens[None])
+        torch.testing.assert_close(logits[..., :size], model.model(expected[None])[0], rtol=1e-4, atol=1e-5)
+        assert (logits[..., size:] < -50).all()
+
+
+def test_special_symbols_in_dictionary_keep_their_ids(tmp_path):
+    """As CamemBERT's dict.txt, which lists <unk>, <s> and </s> again."""
+    tokenizer = SentencePieceTokenizer(train_sentencepiece(TEXTS * 3, 36))
+    overwritten = "".join(f"{symbol} 999 #fairseq:overwrite\n" for symbol in ("<unk>", "<s>", "</s>"))
+    checkpoint = make_checkpoint(tmp_path / "in", overwritten + new_vocabulary(tokenizer).dictionary, tokenizer.files)
+
+    export(checkpoint, tmp_path / "out")
+
+    exported = AutoTokenizer.from_pretrained(tmp_path / "out")
+    texts = [*TEXTS[:3], "É東"]
+    for text, expected in zip(texts, load(checkpoint).ids.encode_rows([(text,) for text in texts]), strict=True):
+        assert exported(text)["input_ids"] == expected.tolist()
+        assert (expected[0], expected[-1]) == (0, 2)
+    assert exported(TEXTS[0], TEXTS[2])["input_ids"].count(2) == 3
+    assert (exported.unk_token_id, exported.pad_token_id) == (3, 1)
+
+
+def test_tokenizer_that_would_give_other_ids_is_rejected(tmp_path, capsys):
+    """tiktoken merges "ab" and "c", since "abc" is a token, but the pair is none of vocab.bpe."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    alphabet = [chr(code) for code in printable] + [chr(256 + code) for code in range(256 - len(printable))]
+    merges = [("a", "b"), ("b", "c"), ("a", "bc")]
+    tokens = [*alphabet, *map("".join, merges)]
+    files = {
+        "encoder.json": json.dumps({token: number for number, token in enumerate(tokens)}).encode(),
+        "vocab.bpe": ("#version\n" + "".join(f"{left} {right}\n" for left, right in merges)).encode(),
+    }
+    dictionary = new_vocabulary(make_tokenizer("gpt2", files)).dictionary
+    checkpoint = make_checkpoint(tmp_path / "in", dictionary, files)
+
+    assert main(["export", str(checkpoint), str(tmp_path / "out")]) == 1
+
+    assert "the tokenizer cannot be exported: AutoTokenizer would give" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]

@@ -124,7 +124,7 @@ def assert_model_runs(out):
     assert logits.shape[-1] == size
     try:
         vocabulary = load_vocabulary(str(out))
-        ids, _ = encode_block(vocabulary.tokenizer, vocabulary.table, LINES)
+        ids, _ = encode_block(vocabulary, LINES)
     except UserError:
         return
     assert 0 <= ids.min() <= ids.max() < size

@@ -560,6 +560,8 @@ def test_masked_text_keeps_ids_of_its_parts(loaded):
     assert masked == ["<s>", *pieces[:end_of_film], "<mask>", *pieces[1:], "</s>"]
     masked = [dictionary[number] for number in model.ids.encode_masked("", ".").tolist()]
     assert masked == ["<s>", "<mask>", ".", "</s>"]
+    masked = [dictionary[number] for number in model.ids.encode_masked("film", "東京.").tolist()]
+    assert masked == ["<s>", *pieces[:end_of_film], "<mask>", "<unk>", ".", "</s>"]
 
 
 @pytest.mark.parametrize(("left", "right"), [("the film", " is."), ("", "."), ("the story", "s"), ("film", "")])

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from lln_fairseq.errors import UserError
+from lln_fairseq.text.encode import encode_block
 from lln_fairseq.text.tokenizers import SentencePieceTokenizer, train_sentencepiece
 from lln_fairseq.text.vocabulary import Vocabulary, load_vocabulary, new_vocabulary
 from tests.data_prep.conftest import TEXT, WORDS, text_of
+from tests.text_runs import fairseq_dictionary
 
 LINES = [TEXT.replace("\n", " "), " ".join(WORDS)] * 5
 
@@ -58,11 +60,12 @@ def test_different_vocabularies_have_different_identities(gpt2, gpt2_copy, prepa
     assert (original.table != swapped.table).sum() == 2
 
 
-def test_dictionary_without_a_symbol_of_the_tokenizer_raises(gpt2_copy):
+def test_dictionary_without_most_symbols_of_the_tokenizer_raises(gpt2_copy):
     path = gpt2_copy / "dict.txt"
-    path.write_text(path.read_text().partition("\n")[2])
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[: len(lines) // 3]))
 
-    with pytest.raises(UserError, match=r"dict\.txt: .* lacks '\d+' \(1 missing\)"):
+    with pytest.raises(UserError, match=r"dict\.txt: .* lacks '\d+' \(\d+ of \d+ missing"):
         load_vocabulary(str(gpt2_copy))
 
 
@@ -159,3 +162,51 @@ def test_tokenizer_with_a_special_symbol_as_text_raises():
 
     with pytest.raises(UserError, match="it lacks '</s>'"):
         Vocabulary(tokenizer, dictionary)
+
+
+FOREIGN = ["the film É and É", "Éva saw 東京 and 京都", "東 京 東京", "a\u00a0film", "\u3000", "ÉÀ\u00a0É films"]
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram", "char"])
+def test_ids_are_those_of_fairseq_preprocess(model_type, tmp_path, caplog):
+    """Text without a piece has a symbol of its own, white space separates symbols, and unused pieces have none."""
+    lines = [*LINES, *FOREIGN]
+    data = train_sentencepiece([*LINES, "qx qx qx"], 58, model_type)
+    tokenizer = SentencePieceTokenizer(data)
+    dictionary = fairseq_dictionary(tokenizer, lines, tmp_path / "dict.txt")
+    (tmp_path / "spm.model").write_bytes(data)
+
+    vocabulary = load_vocabulary(str(tmp_path))
+
+    unseen = ["É 東京 京 東東 ÉÀÉ", "qx film", "京\u00a0都東京", "\u00a0É"]
+    ids, lengths = encode_block(vocabulary, [*lines, *unseen])
+    rows = np.split(ids, np.cumsum(lengths)[:-1])
+    for line, row in zip([*lines, *unseen], rows, strict=True):
+        pieces = " ".join(tokenizer.processor.encode(line, out_type=str))
+        assert row.tolist() == dictionary.encode_line(pieces, add_if_not_exist=False).tolist(), line
+        assert len(tokenizer.token_spans(line)) == len(row) - 1
+    text_ids = set(np.concatenate(rows[: len(lines)]))
+    assert {dictionary.index("É"), dictionary.index("東京")} < text_ids
+    assert 3 not in text_ids
+    missing = len(vocabulary.missing)
+    assert missing >= 1  # at least "q"
+    known = len(tokenizer.symbols())
+    assert f"dict.txt lacks {missing} of the tokenizer's {known} symbols, such as" in caplog.text
+
+
+def test_dictionary_of_another_tokenizer_is_rejected(tmp_path):
+    """Half of the pieces may be missing, unless dict.txt has symbols that no text has with this tokenizer."""
+    tokenizer = SentencePieceTokenizer(train_sentencepiece(LINES, 60))
+    other = SentencePieceTokenizer(train_sentencepiece(LINES, 80))
+    symbols = tokenizer.symbols()
+    half = len(symbols) // 2
+
+    def dictionary(symbols):
+        return "".join(f"{symbol} 1\n" for symbol in symbols)
+
+    assert len(Vocabulary(tokenizer, dictionary([*symbols[half:], "É", "madeupword0000"])).missing) == half
+    with pytest.raises(UserError, match=rf"it lacks .* \({half + 2} of {len(symbols)} missing; at most 50% may be\)"):
+        Vocabulary(tokenizer, dictionary(symbols[half + 2 :]))
+    others = [symbol for symbol in other.symbols() if symbol != symbols[0]]
+    with pytest.raises(UserError, match=rf"{len(set(others) - set(symbols))} of its {len(others)} symbols are not"):
+        Vocabulary(tokenizer, dictionary(others))
