@@ -144,7 +144,7 @@ def test_fairseq_commands_find_installed_package(built_package, tmp_path):
     assert [flag, config_flag] == ["--user-dir", "--config-dir"]
     recipe = [config_flag, config_dir, "--config-name", "pretrain", "run=cpu", "task.data=missing"]
     arguments = ["missing", flag, user_dir, "--arch", "lln_roberta_tiny", "--task", "lln_masked_lm", "--cpu"]
-    arguments += ["--criterion", "masked_lm", "--optimizer", "adam"]
+    arguments += ["--criterion", "masked_lm", "--optimizer", "adam", "--batch-size", "1"]
     for module, words in (("hydra_train", recipe), ("train", arguments)):
         program = f"from fairseq_cli.{module} import cli_main; cli_main()"
         result = subprocess.run([sys.executable, "-c", program, *words], text=True, **options)
