@@ -202,9 +202,9 @@ def test_model_in_8_bits_agrees_with_float(runs, loaded, sst2_texts, tmp_path, c
 
 
 def test_model_is_loaded_to_the_named_device(runs, loaded, sst2_texts, monkeypatch):
+    expected = loaded("SST-2").predict(sst2_texts)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    model = load(runs["SST-2"], device="cpu")
-    assert model.predict(sst2_texts) == loaded("SST-2").predict(sst2_texts)
+    assert load(runs["SST-2"], device="cpu").predict(sst2_texts) == expected
     with pytest.raises(UserError, match=r"^device must be cpu or a GPU of this machine, got 'cuda:77'"):
         load(runs["SST-2"], device="cuda:77")
 
