@@ -65,8 +65,8 @@ def test_model_file_lists_options_with_defaults():
 
 
 GLUE_TASK_OF_FILE = {name.lower().replace("-", ""): name for name in GLUE_TASKS}  # sst2: SST-2
-WORKERS_OF_RUN = {"cpu": 1, "gpu1": 1, "gpu8": 8, "slurm": 16}
-OTHER_RUNS = ["run=cpu", "run=gpu8", "run=slurm"]  # they are compared with gpu1
+WORKERS_OF_RUN = {"cpu": 1, "gpu1": 1, "gpu1_bf16": 1, "gpu8": 8, "gpu8_bf16": 8, "slurm": 16}
+OTHER_RUNS = [f"run={run}" for run in WORKERS_OF_RUN if run != "gpu1"]  # they are compared with gpu1
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +204,8 @@ def test_run_changes_only_how_batch_is_split(combination, composed):
         assert config[part] == single_gpu_config[part]
     for key in ("lr", "max_update", "max_epoch", "clip_norm"):
         assert config.optimization[key] == single_gpu_config.optimization[key]
-    assert not config.common.fp16 or run != "cpu"
+    assert config.common.fp16 == (run in ("gpu1", "gpu8", "slurm"))
+    assert config.common.bf16 == run.endswith("_bf16")
 
 
 @pytest.mark.parametrize("size", PRESETS)

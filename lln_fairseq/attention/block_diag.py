@@ -39,9 +39,9 @@ class BlockDiagAttention(Attention):
             self.shard_multiple = self.block_size
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context = NO_CONTEXT) -> Tensor:
-        counts = select_global_tokens(self.global_tokens, context.first_lengths)
-        return block_diag_attention(q, k, v, context.padding, self.block_size, self.active_dropout, counts)
+        counts, bound = select_global_tokens(self.global_tokens, context.first_lengths, context.max_first_length)
+        return block_diag_attention(q, k, v, context.padding, self.block_size, self.active_dropout, counts, bound)
 
     def attention_matrix(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> Tensor:
-        counts = select_global_tokens(self.global_tokens, context.first_lengths)
+        counts, _ = select_global_tokens(self.global_tokens, context.first_lengths)
         return reference.block_diag_matrix(q, k, self.block_size, context.padding, counts)

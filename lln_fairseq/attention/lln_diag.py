@@ -65,6 +65,7 @@ class LLNDiagAttention(MomentMatchedAttention):
         beta: float | Tensor | None = config.beta
         if self.log_gain is not None:
             alpha, beta = self.alpha_beta(q, k, context)
+        counts, bound = select_global_tokens(self.global_tokens, context.first_lengths, context.max_first_length)
         return lln_diag_attention(
             q,
             k,
@@ -79,14 +80,15 @@ class LLNDiagAttention(MomentMatchedAttention):
             mix=config.mix,
             mix_parameter=self.offset,
             group=context.group,
-            global_tokens=select_global_tokens(self.global_tokens, context.first_lengths),
+            global_tokens=counts,
+            max_global_tokens=bound,
         )
 
     def attention_matrix(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         alpha, beta = self.alpha_beta(q, k, context)
         if self.offset is None:
             return reference.lln_diag_matrix(q, k, alpha, beta, self.block_size, context.padding)
-        global_tokens = select_global_tokens(self.global_tokens, context.first_lengths)
+        global_tokens, _ = select_global_tokens(self.global_tokens, context.first_lengths)
         return reference.joint_matrix(q, k, alpha, beta, self.block_size, self.offset, context.padding, global_tokens)
 
     def branches(self) -> dict[str, Attention]:

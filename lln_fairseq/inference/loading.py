@@ -11,7 +11,7 @@ from fairseq import checkpoint_utils
 from fairseq.dataclass.utils import overwrite_args_by_name
 from fairseq.tasks import setup_task
 from fairseq.utils import split_paths
-from torch import Tensor
+from torch import Tensor, nn
 
 import lln_fairseq.tasks  # noqa: F401  registers the models, tasks and criterions of this package
 from lln_fairseq.checkpoints.compatibility import check_model_dictionary, check_model_labels
@@ -19,15 +19,20 @@ from lln_fairseq.checkpoints.reading import check_weights, load_checkpoint
 from lln_fairseq.checkpoints.run_tokenizer import directories, has_dictionary
 from lln_fairseq.errors import UserError, first_line
 from lln_fairseq.models.adapt import extended_rotary_base
+from lln_fairseq.models.half_precision import convert_layers, half_dtype
 from lln_fairseq.models.linear_choice import AUTO, FLOAT32, PRECISIONS
 from lln_fairseq.models.lln_roberta import complete_config
 from lln_fairseq.models.packing import pack_linear_layers
+
+FLOAT16 = "float16"
+GPU_DTYPES = {FLOAT32: torch.float32, "bfloat16": torch.bfloat16, FLOAT16: torch.float16}
+ALL_PRECISIONS = (*PRECISIONS, FLOAT16)
 
 logger = logging.getLogger(__name__)
 
 
 def load_model(checkpoint: str, data: str | None = None, dictionaries_only: bool = False) -> tuple[Any, Any]:
-    """Load a model in evaluation mode, on the GPU if there is one, and set up its task. Return both.
+    """Load a model in float32 and evaluation mode, on the GPU if there is one, and set up its task. Return both.
 
     Args:
         checkpoint: the checkpoint file.
@@ -51,13 +56,17 @@ def load_model(checkpoint: str, data: str | None = None, dictionaries_only: bool
     return build_model(state, checkpoint, data)
 
 
-def build_model(state: dict[str, Any], checkpoint: str, data: str | None = None) -> tuple[Any, Any]:
+def build_model(
+    state: dict[str, Any], checkpoint: str, data: str | None = None, device: str | None = None
+) -> tuple[Any, Any]:
     """Build the model of a checkpoint and its task, as `load_model` does.
 
     `state` is the result of `load_checkpoint`; its configuration is changed in place. With `data` None, the task reads
-    that of the training run.
+    that of the training run. With `device` None, the model is on the GPU if there is one.
     """
-    overrides: dict[str, Any] = {"cpu": not torch.cuda.is_available()}
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    overrides: dict[str, Any] = {"cpu": device == "cpu"}
     if data:
         overrides["data"] = data
     overwrite_args_by_name(state["cfg"], overrides)
@@ -71,10 +80,10 @@ def build_model(state: dict[str, Any], checkpoint: str, data: str | None = None)
         raise
     except Exception as error:  # contradictory options and tensors raise all kinds of exceptions in fairseq
         raise UserError(f"cannot build the model of {checkpoint}: {first_line(error)}") from error
-    model.eval()
-    if torch.cuda.is_available():
-        model = model.cuda()
-    return model, task
+    try:
+        return model.eval().to(device), task
+    except (RuntimeError, AssertionError) as error:  # torch raises both for a device that does not exist
+        raise UserError(f"device must be cpu or a GPU of this machine, got {device!r}: {first_line(error)}") from error
 
 
 def _find_dictionaries(checkpoint: str, training_data: str) -> str:
@@ -105,30 +114,54 @@ def set_positions(config: Any, positions: int, checkpoint: str) -> None:
     overwrite_args_by_name(config, changes)
 
 
-def use_precision(model: Any, precision: str) -> str:
+def use_precision(model: Any, precision: str | None) -> str:
     """Prepare a model for inference in a precision, in place, and return the precision that it has then.
 
-    That is float32 if the requested one is not faster on this CPU; a warning says so, except for "auto". On a GPU, the
-    model always computes in float32, although "auto" returns what it would choose for the CPU. The precision, one of
-    `linear_choice.PRECISIONS`, is that of the encoder's linear layers only. UserError is raised if it is unknown, or
-    LLN_LINEAR does not fit it.
+    It is one of ALL_PRECISIONS. On a GPU it is that of the encoder's layers; None and "auto" are `half_dtype` there. On
+    a CPU it is that of their linear layers; None is float32 there, and float32 replaces a precision that is not faster.
+    A warning says so if the requested precision is not used. UserError is raised if it is unknown, or LLN_LINEAR does
+    not fit it.
     """
-    if torch.cuda.is_available() and precision not in (FLOAT32, AUTO):
-        logger.warning("%s is for CPUs: on the GPU, the model computes in float32", precision)
+    if precision is not None and precision not in ALL_PRECISIONS:
+        raise UserError(f"precision must be one of {', '.join(ALL_PRECISIONS)}, got {precision!r}")
+    layers = model.encoder.sentence_encoder.layers
+    device = _device_of(model)
+    if device.type == "cuda":
+        return _use_gpu_precision(layers, precision, half_dtype(device))
+    if precision == FLOAT16:
+        logger.warning("float16 is for GPUs: on a CPU, the model computes in float32")
         precision = FLOAT32
     try:
-        return pack_linear_layers(model, model.encoder.sentence_encoder.layers, precision)
+        return pack_linear_layers(model, layers, precision or FLOAT32)
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def _device_of(model: Any) -> torch.device:
+    device: torch.device = next(model.parameters()).device
+    return device
+
+
+def _use_gpu_precision(layers: nn.ModuleList, precision: str | None, default: torch.dtype) -> str:
+    """Convert layers to a precision, None and "auto" being `default`, in place, and return its name."""
+    default_name = str(default).removeprefix("torch.")
+    if precision is None or precision == AUTO:
+        precision = default_name
+    elif precision not in GPU_DTYPES:
+        logger.warning("%s is for CPUs: on the GPU, the model computes in %s", precision, default_name)
+        precision = default_name
+    if precision != FLOAT32:
+        convert_layers(layers, GPU_DTYPES[precision])
+    return precision
 
 
 def add_precision_option(parser: argparse.ArgumentParser) -> None:
     """Add --precision, which `use_precision` takes."""
     parser.add_argument(
         "--precision",
-        choices=PRECISIONS,
-        default=FLOAT32,
-        help="compute the linear layers on a CPU in this precision, if that is faster (default: %(default)s)",
+        choices=ALL_PRECISIONS,
+        help="compute the encoder in this precision, on a CPU only its linear layers, and only if that is faster "
+        "(default: float32 on a CPU; on a GPU bfloat16, or float16 below compute capability 8.0)",
     )
 
 
@@ -144,4 +177,6 @@ def add_positions_option(parser: argparse.ArgumentParser) -> None:
 def require_finite(outputs: Tensor, input_name: str) -> None:
     """Raise UserError if a model output is not finite; the message names the input."""
     if not outputs.isfinite().all():
-        raise UserError(f"the model gives NaN or infinite outputs for {input_name}: use another checkpoint")
+        raise UserError(
+            f"the model gives NaN or infinite outputs for {input_name}: use another checkpoint, or precision float32"
+        )

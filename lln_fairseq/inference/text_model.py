@@ -106,7 +106,7 @@ class TextModel(nn.Module):
         inputs: number of texts that `predict` takes for one prediction, 1 or 2 (pairs).
         pooling: the pooling of an encoder of sentence vectors, which is the default of `encode`. None for other models,
             of which `encode` returns the mean over the tokens, not normalized.
-        precision: "float32", "bfloat16" or "int8", in which a CPU computes the linear layers of the encoder.
+        precision: the precision of the encoder, as `use_precision` returns it.
 
     Attributes:
         longest: the number of tokens that the model takes, special tokens included.
@@ -385,10 +385,11 @@ def load_text_model(
     checkpoint: str | os.PathLike[str],
     data: str | os.PathLike[str] | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
-    precision: str = FLOAT32,
+    precision: str | None = None,
     positions: int | None = None,
+    device: str | None = None,
 ) -> TextModel:
-    """Load the model of a checkpoint for use with text, in evaluation mode, on the GPU if there is one.
+    """Load the model of a checkpoint for use with text, in evaluation mode.
 
     This is `lln_fairseq.load`.
 
@@ -398,16 +399,19 @@ def load_text_model(
             checkpoint's directory or the training data, whichever first has dictionaries and (unless `tokenizer` is
             given) a tokenizer.
         tokenizer: its directory or file. Default: the tokenizer next to the dictionaries.
-        precision: "float32", "bfloat16" or "int8": how a CPU computes the linear layers of the encoder. A precision
-            that is not faster on this processor is not used, and a warning says so. "auto" takes the fastest whose
-            relative error is below 2 %. On a GPU, with gradients, and under autocast or torch.compile, the model
-            computes in float32.
+        precision: "float32" (default on a CPU), "bfloat16" (default on a GPU) or "float16" (default on a GPU below
+            compute capability 8.0): the precision of the encoder's layers. "auto" takes the fastest whose relative
+            error is below 2 %. On a CPU, it is that of their linear layers, "int8" is possible and "float16" is not; a
+            precision that is not faster on this processor is not used, and a warning says so; with gradients, and under
+            autocast or torch.compile, the model computes in float32.
         positions: the number of tokens that a model with rotary positions shall take, which can be more than it was
             trained with. Default: what it was trained with.
+        device: "cpu", "cuda" or "cuda:N". Default: the GPU if there is one.
 
     Raises:
         UserError: if the checkpoint is missing, damaged or for another task, there is no tokenizer that fits its
-            dictionary, the precision is unknown, or `positions` is given for a model without rotary positions.
+            dictionary, the precision is unknown, the device does not exist, or `positions` is given for a model without
+            rotary positions.
     """
     checkpoint = os.fspath(checkpoint)
     state = load_checkpoint(checkpoint)
@@ -418,7 +422,7 @@ def load_text_model(
     else:
         places = directories(checkpoint, state["cfg"].task.get("data"))
     directory, vocabulary = _find_vocabulary(checkpoint, places, tokenizer)
-    model, task = build_model(state, checkpoint, str(directory))
+    model, task = build_model(state, checkpoint, str(directory), device)
     check_vocabulary(vocabulary, task, str(tokenizer or directory))
     check_tokenizer(state, vocabulary.identity, str(tokenizer or directory), checkpoint)
     if getattr(task.cfg, "two_towers", False):

@@ -32,7 +32,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lln_fairseq.attention import Attention, Context
+from lln_fairseq.models.half_precision import bfloat16_on_gpu
 from lln_fairseq.models.layer import LLNEncoderLayer
+from lln_fairseq.ops.dispatch import without_autocast
 
 MIN_TEXT_LENGTH = 64  # tokens; in shorter texts, LLN+Diag is softmax in a single block
 
@@ -92,7 +94,7 @@ class QKReparameterization(nn.Module):
         q = q @ q_factor
         k = k @ k_factor
         if self.key_shift is not None:
-            k = k + self.key_shift
+            k = (k + self.key_shift).type_as(q)  # under autocast, the shift is in float32 and q is not
         return q, k
 
     @torch.no_grad()
@@ -135,6 +137,7 @@ class Student(nn.Module):
         return shared
 
 
+@without_autocast
 def relative_error(out: Tensor, teacher: AttentionCall, projection: Tensor) -> Tensor:
     """Compute the relative squared error ‖W (o - o')‖² / ‖W o'‖² of a student over the tokens that are not padding.
 
@@ -145,8 +148,9 @@ def relative_error(out: Tensor, teacher: AttentionCall, projection: Tensor) -> T
 
     Returns: a scalar tensor, with a gradient for `out`
     """
-    error = _projected_square_sum(out - teacher.out, teacher.context.padding, projection)
-    size = _projected_square_sum(teacher.out, teacher.context.padding, projection)
+    teacher_out = teacher.out.float()
+    error = _projected_square_sum(out.float() - teacher_out, teacher.context.padding, projection)
+    size = _projected_square_sum(teacher_out, teacher.context.padding, projection)
     return error / size
 
 
@@ -277,7 +281,8 @@ class LayerwiseTrainer:
         schedule = min((self.step + 1) / self.warmup, 2 * (1 - self.step / self.steps), 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * schedule
-        losses = self.losses(texts, tokens, longest)
+        with bfloat16_on_gpu(next(self.module.parameters()).device):
+            losses = self.losses(texts, tokens, longest)
         self.optimizer.zero_grad()
         torch.stack(losses).mean().backward()
         self.optimizer.step()

@@ -15,7 +15,7 @@ from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import Tensor, nn
 
 from lln_fairseq.attention import LAYER_REGISTRY, Attention, Context, build_layer, reject_layer_mechanism
-from lln_fairseq.attention.context import first_segment_lengths
+from lln_fairseq.attention.context import first_segment_lengths, read_batch
 from lln_fairseq.models.layer import LLNEncoderLayer
 from lln_fairseq.models.options import attention_options
 from lln_fairseq.models.token_shards import Shard
@@ -123,9 +123,7 @@ class LLNTransformerEncoder(TransformerEncoderBase):
             shard: the part of the sequences that src_tokens hold; None: whole sequences.
         """
         padding = src_tokens.eq(self.padding_idx)
-        has_padding = padding.any()
         x, embedding = self._embed(src_tokens, shard)
-        x = x * (1 - padding.unsqueeze(-1).type_as(x) * has_padding.type_as(x))
         positions = None
         group = None
         if shard is not None:
@@ -133,7 +131,10 @@ class LLNTransformerEncoder(TransformerEncoderBase):
             group = shard.group
         elif first_lengths is None:
             first_lengths = first_segment_lengths(src_tokens, self.dictionary.eos())
-        context = Context(padding if has_padding else None, positions, first_lengths, group)
+        has_padding, max_first_length = read_batch(padding, first_lengths)
+        if has_padding:
+            x = x * (1 - padding.unsqueeze(-1).type_as(x))
+        context = Context(padding if has_padding else None, positions, first_lengths, group, max_first_length)
         x = x.transpose(0, 1)
         states = [x]
         for layer in self.layers:

@@ -14,6 +14,7 @@ def block_diag_attention(
     block_size: int | None = None,
     dropout_p: float = 0.0,
     global_tokens: int | Tensor | None = None,
+    max_global_tokens: int | None = None,
 ) -> Tensor:
     """Compute softmax(q kᵀ / √D) v inside consecutive blocks of `block_size` tokens; the last block may be shorter.
 
@@ -23,7 +24,7 @@ def block_diag_attention(
         block_size: tokens in a block, at least 1. None means D, as in the code of the paper's authors.
         dropout_p: probability of dropping an attention weight, in [0, 1). torch's global generator decides which.
         global_tokens: the number of tokens at the start of every sequence that attend to all tokens, and that all
-            tokens attend to, as in `lln_diag_attention`.
+            tokens attend to. It and max_global_tokens are the arguments of `lln_diag_attention`.
 
     Returns: (B, H, N, D) in the dtype of q. It can be differentiated any number of times, with dropout only once.
     Raises: ValueError if a shape, dtype, device, block_size, dropout_p or global_tokens is invalid.
@@ -31,7 +32,7 @@ def block_diag_attention(
     check_inputs(q, k, v, key_padding_mask)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
-    counts, max_global = count_global_tokens(global_tokens, q, k, v)
+    counts, max_global = count_global_tokens(global_tokens, max_global_tokens, q, k, v)
     spec = Spec(DIAG, check_block_size(block_size, q.shape[-1]), dropout_p, max_global=max_global)
     tensors = Inputs(q, k, v, padding=key_padding_mask, global_counts=counts)
     return attend(spec, tensors, choose_backend("auto", spec, tensors))

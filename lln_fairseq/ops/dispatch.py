@@ -83,13 +83,14 @@ def scalar_per_head(x: float | Tensor, q: Tensor, name: str) -> Tensor:
 
 
 def count_global_tokens(
-    global_tokens: int | Tensor | None, q: Tensor, k: Tensor, v: Tensor
+    global_tokens: int | Tensor | None, max_global_tokens: int | None, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor | None, int]:
     """Return the number of global tokens of every sequence, int64 (B,), and an upper bound of these numbers.
 
-    A number above N counts as N. The result is (None, 0) if no token is global. The values of a tensor that is traced
-    or transformed cannot be read: they are not checked, and the upper bound is N. Raises ValueError if a number is
-    negative or if a tensor is not an integer tensor (B,), and TypeError for something else.
+    A number above N counts as N, and a number in a tensor above max_global_tokens as that. The result is (None, 0) if
+    no token is global. The values of a tensor are read only if max_global_tokens is None. If it is traced or
+    transformed, they cannot be read: they are not checked, and the upper bound is N. Raises ValueError if a number that
+    is read is negative or if a tensor is not an integer tensor (B,), and TypeError for something else.
     """
     if global_tokens is None:
         return None, 0
@@ -109,9 +110,12 @@ def count_global_tokens(
         smallest = 0
         bound = length
         if batch and not is_traced_or_transformed(global_tokens, q, k, v):
-            smallest, largest = torch.stack(global_tokens.aminmax()).tolist()
+            if max_global_tokens is None:
+                smallest, largest = torch.stack(global_tokens.aminmax()).tolist()
+            else:
+                smallest = largest = max_global_tokens
             bound = min(largest, length)
-        counts = global_tokens.to(q.device, torch.int64).clamp(0, length)
+        counts = global_tokens.to(q.device, torch.int64).clamp(0, bound)
     if smallest < 0:
         raise ValueError(f"global_tokens must be at least 0, got {smallest}")
     if bound == 0:
@@ -119,20 +123,24 @@ def count_global_tokens(
     return counts, bound
 
 
-def select_global_tokens(setting: int | str | None, first_lengths: Tensor | None) -> int | Tensor | None:
-    """Return the number of global tokens that the option global_tokens selects.
+def select_global_tokens(
+    setting: int | str | None, first_lengths: Tensor | None, max_first_length: int | None = None
+) -> tuple[int | Tensor | None, int | None]:
+    """Return the number of global tokens that the option global_tokens selects, and an upper bound if it is known.
 
     A number and None stay as they are. "first_segment" selects at most MAX_FIRST_SEGMENT tokens of each first segment,
-    (B,), and raises ValueError if their lengths are None.
+    (B,), and raises ValueError if their lengths are None. max_first_length is an upper bound of them; None if unknown.
     """
     if not isinstance(setting, str):
-        return setting
+        return setting, None
     if first_lengths is None:
         raise ValueError(
             f"global_tokens={setting} needs the lengths of the first segments: pass Context(first_lengths=...), as the "
             "encoder does"
         )
-    return first_lengths.clamp(max=MAX_FIRST_SEGMENT)
+    if max_first_length is not None:
+        max_first_length = min(max_first_length, MAX_FIRST_SEGMENT)
+    return first_lengths.clamp(max=MAX_FIRST_SEGMENT), max_first_length
 
 
 def fresh_result(x: Tensor) -> Tensor:

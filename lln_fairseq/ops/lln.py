@@ -103,6 +103,7 @@ def lln_diag_attention(
     mix_parameter: float | Tensor | None = None,
     group: ProcessGroup | None = None,
     global_tokens: int | Tensor | None = None,
+    max_global_tokens: int | None = None,
 ) -> Tensor:
     """Compute LLN+Diag, a hybrid of LLN and block-diagonal softmax attention (paper, section 4.2 and figure 3).
 
@@ -127,7 +128,9 @@ def lln_diag_attention(
             above N counts as N.
             As keys, global tokens count as inside the block of every query. As queries, they attend to all keys by
             softmax. If S = block_size and no sequence has more than M global tokens, N (S + M) softmax scores are
-            computed. With a tensor on a GPU, the host waits for its values.
+            computed. With a tensor on a GPU, the host waits for its values, unless max_global_tokens is given.
+        max_global_tokens: M, if you know an upper bound of the numbers in a tensor: they are then not checked, and a
+            number above M counts as M. Without a tensor, it has no effect.
 
     Returns: (B, H, N, D), as `lln_attention` does. With dropout, the result can be differentiated only once.
     Raises: ValueError if an argument is invalid, if the backend cannot run on these tensors, or if the mix does not
@@ -154,7 +157,7 @@ def lln_diag_attention(
         # In one block this is softmax, and the offset, α and β, which have no influence, need no gradient here.
         _check_matching(alpha, beta, scope, constants)
         return block_diag_attention(q, k, v, key_padding_mask, block_size, dropout_p)
-    counts, max_global = count_global_tokens(global_tokens, q, k, v)
+    counts, max_global = count_global_tokens(global_tokens, max_global_tokens, q, k, v)
     tensors = Inputs(q, k, v, offset=offset, padding=key_padding_mask, global_counts=counts)
     spec = Spec(JOINT, block_size, dropout_p, max_global=max_global)
     return _match_and_attend(spec, tensors, alpha, beta, backend, scope, constants, None)

@@ -4,11 +4,12 @@ The hooks make runs resume exactly, write layer scalars and probe measurements t
 sequences across workers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from fairseq.tasks import FairseqTask
 from fairseq.utils import split_paths
 
@@ -126,6 +127,7 @@ class HookedTask(FairseqTask):
         self.loss_scale.before_step(optimizer)
         self.sequence_parallelism.seed_dropout()
         shard = self.sequence_parallelism.cut_shard(sample, self.source_dictionary.pad())
+        criterion = self._with_autocast(criterion)
         with self.layer_scalars.observe(model, update_num) as layers:
             loss, sample_size, log = super().train_step(shard, model, criterion, optimizer, update_num, ignore_grad)
         return loss, sample_size, self.layer_scalars.add_to(log, layers)
@@ -142,7 +144,18 @@ class HookedTask(FairseqTask):
         """Compute the loss of one batch without gradients, and log no layer scalars until the next `train_step`."""
         self.layer_scalars.is_training = False
         shard = self.sequence_parallelism.cut_shard(sample, self.source_dictionary.pad())
-        return super().valid_step(shard, model, criterion)
+        return super().valid_step(shard, model, self._with_autocast(criterion))
+
+    def _with_autocast(self, criterion: Any) -> Callable[[Any, Any], Any]:
+        """Return the criterion as a function of model and sample; the backward pass has to stay outside of autocast."""
+        if not getattr(self.cfg, "autocast", False):  # checkpoints of older versions lack the option
+            return criterion
+
+        def compute_loss(model: Any, sample: Any) -> Any:
+            with torch.autocast(next(model.parameters()).device.type, torch.bfloat16):
+                return criterion(model, sample)
+
+        return compute_loss
 
     def reduce_metrics(self, logging_outputs: list[dict[str, Any]], criterion: Any) -> None:
         """Log the metrics of an update or a validation, from the logging outputs of all batches and workers."""

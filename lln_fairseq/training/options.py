@@ -26,6 +26,10 @@ class TrainingOptions:
             "the latter, with any value"
         },
     )
+    autocast: bool = field(
+        default=False,
+        metadata={"help": "compute in bfloat16 by autocast, with float32 weights; not together with fp16, bf16 or amp"},
+    )
     sequence_parallel_size: int = field(
         default=1,
         metadata={

@@ -40,6 +40,7 @@ MAY_CHANGE = {
         "offload_activations",
     },
     "task": {
+        "autocast",
         "data",  # its content is compared
         "finetune_from_model",
         "global_batch",

@@ -352,6 +352,8 @@ def check_precision(cfg: Any) -> None:
     """
     common = cfg.common
     kinds = [kind for kind in ("fp16", "bf16", "amp") if common[kind]]
+    if kinds and getattr(cfg.task, "autocast", False):
+        raise UserError(f"task.autocast cannot be combined with {kinds[0]}: set common.{kinds[0]}=false")
     if len(kinds) > 1:
         raise UserError(f"{' and '.join(kinds)} cannot be combined: set only one of them (common.{kinds[0]}=false)")
     for kind in ("fp16", "bf16"):

@@ -124,6 +124,8 @@ def _precision(trainer: Trainer) -> str:
             kind = name
     if common.memory_efficient_fp16 or common.memory_efficient_bf16:
         kind = f"memory-efficient {kind}"
+    if getattr(trainer.cfg.task, "autocast", False):
+        kind = "fp32 with autocast to bf16"
     if trainer.device.type == "cuda":
         return f"{kind} on {torch.cuda.get_device_name(trainer.device)}"
     if not common.bf16:

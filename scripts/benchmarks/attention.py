@@ -7,8 +7,10 @@ SDPA is torch's scaled_dot_product_attention. For each length, all attentions ar
 that a noisy machine slows all of them alike. The table shows the medians. Peak memory is reported by torch on a GPU; on
 a CPU it is the peak of the resident set of a child process.
 
-On a GPU, two columns show the floor divided by the time. The floor is the least possible time: every input is read once
-and every output is written once, at the bandwidth of a copy. The backward pass also reads and writes gradients.
+On a GPU, there are three times, each forward, and forward and backward together: of the call as it is; of the GPU
+alone, which replays the call as a CUDA graph; and of the host alone, which makes many calls of a small input without
+waiting. Two columns show the floor divided by the GPU's time. The floor is the least possible time: every input is read
+once and every output is written once, at the bandwidth of a copy. The backward pass also reads and writes gradients.
 """
 
 import argparse
@@ -35,15 +37,18 @@ from scripts.benchmarks.meter import (
     Spread,
     add_device_options,
     can_measure_resident_peak,
+    captured,
     copy_bandwidth,
     device_name,
     growth,
+    host_milliseconds,
     interleaved,
     output_file,
     peak_memory,
 )
 
 SDPA = "sdpa"
+HOST_TOKENS = 128  # of the one sequence with which the host's time is measured
 LONG = 2048  # the growth of the times is measured from this number of tokens
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -58,6 +63,16 @@ class Row:
     both: Spread  # the forward and the backward pass together
     memory: float | None  # peak, divided by the size of q; None if it was not measured, or ran out
     floors: tuple[float, float] | None = None  # the least possible `forward` and `both`, if they are known
+    card: tuple[Spread, Spread] | None = None  # `forward` and `both` of the GPU alone; None if it cannot be captured
+
+
+@dataclass
+class HostTime:
+    """The host's time of one call of an attention in microseconds."""
+
+    attention: str
+    forward: float
+    both: float  # the forward and the backward pass together
 
 
 def attention_function(name: str, args: argparse.Namespace) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -111,11 +126,16 @@ def floors(q: Tensor, bandwidth: float) -> tuple[float, float]:
 def time_length(length: int, names: list[str], args: argparse.Namespace, bandwidth: float | None) -> list[Row]:
     """Measure the attentions at one length. Without a bandwidth, in bytes per second, the rows have no floors."""
     tensors, grad = make_inputs(args, length)
-    runs = {}
+    runs: dict[tuple[str, str], Callable[[], object]] = {}
     for name in names:
         attention = attention_function(name, args)
         runs[name, "forward"] = functools.partial(run_forward, attention, tensors)
         runs[name, "both"] = functools.partial(run_both, attention, tensors, grad)
+    if args.device == "cuda":
+        for (name, passes), run in list(runs.items()):
+            replay = captured(run)
+            if replay is not None:
+                runs[name, f"card {passes}"] = replay
     times = interleaved(runs, args.device, args.repeats)
     row_floors = None
     if bandwidth is not None:
@@ -127,8 +147,23 @@ def time_length(length: int, names: list[str], args: argparse.Namespace, bandwid
             memory = memory_in_tensors(name, length, args)
         forward = Spread.of(times[name, "forward"])
         both = Spread.of(times[name, "both"])
-        rows.append(Row(name, length, forward, both, memory, row_floors))
+        card = None
+        if (name, "card forward") in times and (name, "card both") in times:
+            card = (Spread.of(times[name, "card forward"]), Spread.of(times[name, "card both"]))
+        rows.append(Row(name, length, forward, both, memory, row_floors, card))
     return rows
+
+
+def time_host(names: list[str], args: argparse.Namespace) -> list[HostTime]:
+    """Measure the host's time of the attentions on a GPU, with one sequence of HOST_TOKENS tokens."""
+    tensors, grad = make_inputs(argparse.Namespace(**vars(args) | {"tokens": 1}), HOST_TOKENS)
+    times = []
+    for name in names:
+        attention = attention_function(name, args)
+        forward = host_milliseconds(functools.partial(run_forward, attention, tensors))
+        both = host_milliseconds(functools.partial(run_both, attention, tensors, grad))
+        times.append(HostTime(name, 1e3 * forward, 1e3 * both))
+    return times
 
 
 def memory_in_tensors(name: str, length: int, args: argparse.Namespace) -> float | None:
@@ -163,15 +198,18 @@ def results_table(rows: list[Row], names: list[str]) -> str:
     baseline = {row.length: row for row in rows if row.attention == SDPA}
     cells = [["attention", "N", "forward [ms]", "vs sdpa", "forward+backward [ms]", "vs sdpa", "memory"]]
     if any(row.floors for row in rows):
-        cells[0] += ["floor/forward", "floor/both"]
+        cells[0] += ["GPU alone: forward", "both", "floor/forward", "floor/both"]
     for row in rows:
         sdpa = baseline[row.length]
         line = [row.attention, str(row.length)]
         line += [row.forward.text(), f"{sdpa.forward.median / row.forward.median:.2f}x"]
         line += [row.both.text(), f"{sdpa.both.median / row.both.median:.2f}x"]
         line.append("-" if row.memory is None else f"{row.memory:.1f}")
-        if row.floors:
-            line += [f"{row.floors[0] / row.forward.median:.2f}", f"{row.floors[1] / row.both.median:.2f}"]
+        if row.card and row.floors:
+            line += [spread.text(3) for spread in row.card]
+            line += [f"{floor / spread.median:.2f}" for floor, spread in zip(row.floors, row.card, strict=True)]
+        elif row.floors:
+            line += 4 * ["-"]
         cells.append(line)
     lines = [text_table(cells), "", f"time of forward + backward grows like N^p from N = {LONG}:"]
     for name in names:
@@ -183,6 +221,13 @@ def results_table(rows: list[Row], names: list[str]) -> str:
             lines.append(f"  {name:<12} p = {exponent:.2f}")
     lines.append("memory: peak of forward + backward without the inputs, in tensors of the size of q")
     return "\n".join(lines)
+
+
+def host_table(times: list[HostTime]) -> str:
+    cells = [["host alone", "forward [µs]", "forward+backward [µs]"]]
+    for row in times:
+        cells.append([row.attention, f"{row.forward:.0f}", f"{row.both:.0f}"])
+    return text_table(cells)
 
 
 def draw_results(rows: list[Row], names: list[str], path: Path, title: str) -> None:
@@ -261,8 +306,10 @@ def benchmark(args: argparse.Namespace) -> None:
     names = [SDPA, *args.attentions]
     rows = []
     bandwidth = None
+    host_times = []
     if args.device == "cuda":
         bandwidth = copy_bandwidth(args.device)
+        host_times = time_host(names, args)
     for length in args.lengths:
         rows += time_length(length, names, args, bandwidth)
         print(f"N = {length} done", file=sys.stderr)
@@ -270,8 +317,11 @@ def benchmark(args: argparse.Namespace) -> None:
         f"{device_name(args.device)}, torch {torch.__version__}, {args.dtype}, H = {args.heads}, D = {args.head_dim}"
     )
     print(f"{title}\n{results_table(rows, names)}")
+    if host_times:
+        print(f"\n{host_table(host_times)}")
     if args.json:
-        args.json.write_text(json.dumps({"title": title, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        content = {"title": title, "rows": [asdict(row) for row in rows], "host": [asdict(row) for row in host_times]}
+        args.json.write_text(json.dumps(content, indent=1) + "\n")
     if args.png:
         draw_results(rows, names, args.png, title)
 

@@ -10,6 +10,7 @@ import multiprocessing
 import re
 import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -21,10 +22,13 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.attention.layers import check_attention_spec
+from lln_fairseq.errors import first_line
 from lln_fairseq.training.malloc import disable_malloc_trim
 
 MAX_SECONDS = 20.0  # a call whose repeats took longer in total is not repeated more than MIN_REPEATS times
 MIN_REPEATS = 3
+HOST_CALLS = 50
+WARM_UPS = 3  # calls before a capture, which compile kernels and fill caches
 MEMORY_LIMIT = 0.9  # of the free memory; a child process that needs more is out of memory
 OUT_OF_MEMORY_MESSAGES = ("DefaultCPUAllocator", "not enough memory", "can't allocate memory", "bad_alloc")
 _PROCESS_STATUS = Path("/proc/self/status")
@@ -112,6 +116,43 @@ def milliseconds(run: Callable[[], object], device: str) -> float:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end)
+
+
+def captured(run: Callable[[], object]) -> Callable[[], object] | None:
+    """Return a function that repeats what the GPU does in `run`, without Python and launches: a replayed CUDA graph.
+
+    Its time is the GPU's own share of a call. The result is None if `run` cannot be captured, for example because it
+    reads a value back.
+    """
+    side_stream = torch.cuda.Stream()
+    side_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side_stream):
+        for _ in range(WARM_UPS):
+            run()
+    torch.cuda.current_stream().wait_stream(side_stream)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            run()
+    except RuntimeError as error:
+        print(f"not captured: {first_line(error)}", file=sys.stderr)
+        return None
+    return graph.replay
+
+
+def host_milliseconds(run: Callable[[], object], calls: int = HOST_CALLS) -> float:
+    """Return the host's share of one call in ms: of `calls` calls in a row that do not wait for the GPU.
+
+    The inputs must be so small that the GPU is done before the host. The first call is not timed.
+    """
+    run()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    passed = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return 1e3 * passed / calls
 
 
 @functools.cache

@@ -10,11 +10,16 @@ configs/model/lra.yaml, at the lengths of the Long Range Arena's tasks and their
 All attentions are timed in turn, repeat by repeat, and the tables show the medians. Each has a model and optimizer
 of its own in memory: give fewer --attentions if they do not fit. `softmax` is torch's fused kernel, which fairseq's own
 RoBERTa also calls with torch 2. `softmax_matrix` builds the N x N matrix, as fairseq did when the paper was written. As
-in fairseq, float16 has float32 master weights, but the loss scale is constant. Peak memory is that of a model alone, as
-torch reports it on a GPU; on a CPU it is the peak of the resident set of a child process.
+in fairseq, half precision has float32 master weights, but the loss scale of float16 is constant. Peak memory is that of
+a model alone, as torch reports it on a GPU; on a CPU it is the peak of the resident set of a child process.
+
+--padding times each model also on sequences of different lengths, as `sample_break_mode: complete` makes them: with a
+mask, torch's softmax does not use its fastest kernel. The host's time, on a GPU, is that of iterations on one short
+sequence, with which the GPU is done before the host.
 """
 
 import argparse
+import copy
 import functools
 import json
 import sys
@@ -42,6 +47,7 @@ from scripts.benchmarks.meter import (
     attention_argument,
     can_measure_resident_peak,
     device_name,
+    host_milliseconds,
     interleaved,
     peak_memory,
 )
@@ -50,12 +56,15 @@ SOFTMAX = "softmax"
 MATRIX = "softmax_matrix"
 PAPER_ROWS = ("nystrom:conv_kernel=33", "flash:form=quadratic")  # Nyströmformer as in the paper, and FLASH-Quad
 RECIPE_ROWS = ("softmax:dropout=0.1", "lln_diag:dropout=0.1")  # with the recipes' attention dropout
-DTYPES = {"float32": torch.float32, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SMALL_VOCABULARY = 4000  # vocabulary size of the presets nano and tiny
 VOCABULARY = 50265
+PAD = 1
 FIRST_WORD = 4  # after fairseq's four special symbols
 MASKED_FRACTION = 0.15
 LOSS_SCALE = 128.0  # for float16
+PADDED = " (padded)"  # the end of the name of a row with padding
+HOST_TOKENS = 64  # of the one sequence with which the host's time is measured
 
 
 class Task(NamedTuple):
@@ -126,6 +135,8 @@ class Row:
     attention: str
     column: str
     time: Spread | None = None  # of an iteration in ms; None if it was not measured
+    tokens_per_second: float | None = None  # that are not padding, at the median time
+    host: float | None = None  # the host's time of an iteration in ms; None if it was not measured
     memory: int | None = None  # peak in bytes; None if it was not measured
     oom: bool = False  # memory ran out, and nothing was measured
 
@@ -145,14 +156,15 @@ class MatrixSoftmax(nn.Module):
 class Adam:
     """AdamW with the settings of the recipes, for at least one parameter, all of one dtype.
 
-    As with fairseq's --fp16, float16 parameters have one flat float32 copy. AdamW updates this copy, and the result is
-    copied to the parameters.
+    As with fairseq's --fp16, parameters in half precision have one flat float32 copy. AdamW updates this copy, and the
+    result is copied to the parameters.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.half_parameters: list[nn.Parameter] = []
         self.masters = parameters
-        if parameters[0].dtype == torch.float16:
+        self.loss_scale = LOSS_SCALE if parameters[0].dtype == torch.float16 else 1.0
+        if parameters[0].dtype != torch.float32:
             self.half_parameters = parameters
             self.masters = [nn.Parameter(torch.cat([p.detach().float().flatten() for p in parameters]))]
         self.optimizer = torch.optim.AdamW(
@@ -160,10 +172,10 @@ class Adam:
         )
 
     def step(self) -> None:
-        """Update the parameters. float16 gradients are divided by LOSS_SCALE, and missing ones count as 0."""
+        """Update the parameters. Scaled gradients are divided by the loss scale, and missing ones count as 0."""
         if self.half_parameters:
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.half_parameters]
-            self.masters[0].grad = torch.cat([g.flatten() for g in gradients]).float().div_(LOSS_SCALE)
+            self.masters[0].grad = torch.cat([g.flatten() for g in gradients]).float().div_(self.loss_scale)
         self.optimizer.step()
         if self.half_parameters:
             parts = self.masters[0].detach().split([p.numel() for p in self.half_parameters])
@@ -206,13 +218,36 @@ class Training:
     def random_words(self) -> Tensor:
         return torch.randint(FIRST_WORD, self.args.vocabulary, self.shape).to(self.args.device)
 
+    def real_tokens(self) -> int:
+        """Return the number of tokens of the batch that are not padding."""
+        return int(self.words.ne(PAD).sum())
+
+    def with_padding(self, fraction: float) -> "Training":
+        """Return a training of the same model on this batch, a fraction of whose tokens, below ½, is padding instead.
+
+        The lengths of the sequences are spread evenly around their mean.
+        """
+        batch, length = self.words.shape
+        kept = 1 - fraction * torch.linspace(0, 2, batch) if batch > 1 else torch.tensor([1 - fraction])
+        is_padding = torch.arange(length) >= (length * kept).round()[:, None]
+        padded = copy.copy(self)
+        padded.words = self.words.masked_fill(is_padding.to(self.words.device), PAD)
+        padded.masked = self.masked & padded.words.ne(PAD)
+        return padded
+
+    def small(self) -> "Training":
+        """Return a training of the same model on the first tokens of one sequence."""
+        small = copy.copy(self)
+        small.words = self.words[:1, :HOST_TOKENS]
+        small.masked = self.masked[:1, :HOST_TOKENS]
+        return small
+
     def loss(self) -> Tensor:
         logits, _ = self.model(src_tokens=self.words, masked_tokens=self.masked)
         return F.cross_entropy(logits.float(), self.words[self.masked])
 
     def iteration(self) -> None:
-        loss_scale = LOSS_SCALE if self.args.dtype == "float16" else 1.0
-        (self.loss() * loss_scale).backward()
+        (self.loss() * self.adam.loss_scale).backward()
         self.adam.step()
         self.adam.zero_grad()  # a model that waits for its turn holds no gradients
 
@@ -240,6 +275,15 @@ class TaskTraining(Training):
         names = ("src_tokens", "other_tokens")[: task.sequences]
         self.inputs = {name: self.random_words() for name in names}
         self.labels = torch.randint(task.classes, (self.args.batch,), device=self.args.device)
+
+    def real_tokens(self) -> int:
+        return sum(words.numel() for words in self.inputs.values())
+
+    def small(self) -> "TaskTraining":
+        small = copy.copy(self)
+        small.inputs = {name: words[:1, :HOST_TOKENS] for name, words in self.inputs.items()}
+        small.labels = self.labels[:1]
+        return small
 
     def loss(self) -> Tensor:
         logits, _ = self.model(**self.inputs, features_only=True, classification_head_name=HEAD)
@@ -299,11 +343,20 @@ def measure_column(column: str, length: int, args: argparse.Namespace) -> list[R
                 row.memory = peak_memory(args.device, prepare_training, row.attention, length, args)
             except OutOfMemory:
                 row.oom = True
-    timed_rows = [row for row in rows if not row.oom]
-    runs = {row.attention: args.training(row.attention, length, args).iteration for row in timed_rows}
+    trainings = {row.attention: args.training(row.attention, length, args) for row in rows if not row.oom}
+    if args.padding:
+        padded = {name + PADDED: training.with_padding(args.padding) for name, training in trainings.items()}
+        trainings |= padded
+        rows += [Row(name, column) for name in padded]
+    runs = {name: training.iteration for name, training in trainings.items()}
     times = interleaved(runs, args.device, args.repeats)
-    for row in timed_rows:
-        row.time = Spread.of(times[row.attention])
+    for row in rows:
+        if row.attention in trainings:
+            training = trainings[row.attention]
+            row.time = Spread.of(times[row.attention])
+            row.tokens_per_second = 1e3 * training.real_tokens() / row.time.median
+            if args.device == "cuda":
+                row.host = host_milliseconds(training.small().iteration, args.repeats)
     return rows
 
 
@@ -322,7 +375,8 @@ def ratios(measured: Values, paper: Mapping[str, Sequence[float | None]], paper_
         values |= {(f"{name} (paper)", column): x for column, x in zip(paper_columns, line, strict=True)}
     result: Values = {}
     for (name, column), value in values.items():
-        baseline = values.get((f"{SOFTMAX} (paper)" if name.endswith(" (paper)") else SOFTMAX, column))
+        kind = next((suffix for suffix in (" (paper)", PADDED) if name.endswith(suffix)), "")
+        baseline = values.get((SOFTMAX + kind, column))
         result[name, column] = value / baseline if value and baseline else None
     return result
 
@@ -333,13 +387,20 @@ def results_text(settings: dict[str, Any], rows: Sequence[Row]) -> str:
     times: Values = {}
     memory: Values = {}
     time_cells: dict[tuple[str, str], str] = {}
+    speed_cells: dict[tuple[str, str], str] = {}
+    host_cells: dict[tuple[str, str], str] = {}
     memory_cells: dict[tuple[str, str], str] = {}
     for row in rows:
         key = (row.attention, row.column)
         times[key] = row.time.median if row.time else None
         memory[key] = row.memory
         time_cells[key] = row.time.text(1) if row.time else "OOM"
-        memory_cells[key] = f"{row.memory / 1e9:.3f}" if row.memory else "OOM"
+        if row.tokens_per_second is not None:
+            speed_cells[key] = f"{row.tokens_per_second:,.0f}"
+        if row.host is not None:
+            host_cells[key] = f"{row.host:.1f}"
+        if row.memory or row.oom:
+            memory_cells[key] = f"{row.memory / 1e9:.3f}" if row.memory else "OOM"
     paper = (PAPER_TASK_SECONDS, PAPER_TASK_MEGABYTES) if columns[0] in TASKS else (PAPER_SECONDS, PAPER_GIGABYTES)
     paper_columns = list(TASKS) if columns[0] in TASKS else PAPER_LENGTHS
     parts = [", ".join(f"{name} {value}" for name, value in settings.items())]
@@ -350,7 +411,18 @@ def results_text(settings: dict[str, Any], rows: Sequence[Row]) -> str:
         parts.append(grid(title, columns, cells))
         texts = {key: "-" if value is None else f"{value:.2f}" for key, value in multiples.items()}
         parts.append(grid(f"as a multiple of {SOFTMAX}", columns, texts))
+    parts.append(grid("tokens per second, without padding", columns, speed_cells))
+    if host_cells:
+        parts.append(grid("time of the host alone [ms/iteration]", columns, host_cells))
     return "\n\n".join(parts)
+
+
+def padding_fraction(text: str) -> float:
+    """Return a number in [0, 0.5), as a `type` of argparse."""
+    fraction = float(text)
+    if not 0 <= fraction < 0.5:
+        raise argparse.ArgumentTypeError(f"must be at least 0 and below 0.5, got {text}")
+    return fraction
 
 
 def model_argument(text: str) -> str:
@@ -377,6 +449,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, help="measure the Long Range Arena's model on these tasks")
     divisor = 1 if has_gpu else 16
     parser.add_argument("--divide", type=at_least_one, default=divisor, help="the batch sizes of --tasks (%(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, default=1, help="tokens per iteration at every length (default: 1 sequence)"
+    )
+    parser.add_argument(
+        "--padding",
+        type=padding_fraction,
+        help="also time batches with this fraction of padding, from 0 to 0.5 (default: 0.1 on a GPU, otherwise 0)",
+    )
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument(
         "--attention-dropout",
@@ -387,15 +467,19 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=at_least_one, default=5)
     parser.add_argument("--smoke", action="store_true", help="check that everything runs: tiny sizes, one repeat")
     add_device_options(parser, DTYPES)
-    parser.set_defaults(training=Training, batch=1)
+    parser.set_defaults(training=Training)
     args = parser.parse_args(argv)
     if args.smoke:
         args.preset = "tiny"
         args.lengths = [96]  # longer than a block, and than the number of landmarks
         args.repeats = 1
     args.vocabulary = SMALL_VOCABULARY if args.preset in ("nano", "tiny") else VOCABULARY
+    args.batch = f"{args.tokens} tokens" if args.tokens > 1 else 1
+    if args.padding is None:
+        args.padding = 0.1 if args.device == "cuda" else 0.0
     if args.tasks:
         args.training = TaskTraining
+        args.padding = 0.0
         args.preset = "lra"
         args.vocabulary = TASK_VOCABULARY
         args.batch = f"/ {args.divide}"  # of each task
@@ -420,9 +504,12 @@ def benchmark(args: argparse.Namespace) -> None:
     """Measure everything and print the tables. The JSON file, if requested, is written after each length or task."""
     disable_malloc_trim()
     settings = {"device": device_name(args.device), "torch": torch.__version__, "model": "fairseq's RoBERTa"}
-    for key in ("preset", "batch", "vocabulary", "dropout", "attention_dropout", "dtype"):
+    for key in ("preset", "batch", "vocabulary", "padding", "dropout", "attention_dropout", "dtype"):
         settings[key] = getattr(args, key)
-    columns = {str(length): (length, args) for length in args.lengths}
+    columns = {}
+    for length in args.lengths:
+        batch = max(1, args.tokens // length)
+        columns[str(length)] = (length, argparse.Namespace(**vars(args) | {"batch": batch}))
     if args.tasks:
         columns = {}
         for task in args.tasks:

@@ -137,7 +137,7 @@ def checkpoint_logits(checkpoint: Path, data: Path, attention: str) -> dict[str,
     """
     models: dict[str, Logits] = {}
     for precision in ("float32", *LOW_PRECISIONS):
-        model = lln_fairseq.load(checkpoint, data, precision=precision)
+        model = lln_fairseq.load(checkpoint, data, precision=precision, device="cpu")
         if model.precision == precision:
             name = attention if precision == "float32" else f"{attention}, {precision}"
             models[name] = functools.partial(loaded_logits, model)

@@ -8,10 +8,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.attention.registry import parse_attention_spec
-from scripts.research.programs import TRAIN, Programs, choose_precision, locked, write_result
+from scripts.research.programs import TRAIN, Programs, choose_precision, locked, precision_overrides, write_result
 from scripts.research.units import ENCODER_POSITIONS, FINE_TUNING, SOFTMAX, TASKS, Unit
 from scripts.training import run_override
 
@@ -137,7 +139,6 @@ def training_words(name: str, spec: str, seed: int, data: Path, start: Path, out
         f"glue={task.glue.lower().replace('-', '')}",
         "recipe=small",
         run_override(),
-        "common.fp16=false",
         f"task.data={data}",
         f"task.max_positions={task.positions}",
         f"dataset.batch_size={task.batch_size}",
@@ -149,6 +150,8 @@ def training_words(name: str, spec: str, seed: int, data: Path, start: Path, out
     ]
     if attention != SOFTMAX:
         words += [f"attention={attention}", *(f"model.{attention}_{key}={value}" for key, value in options.items())]
+    if task.start is not None or torch.cuda.is_available():
+        words += precision_overrides()
     if task.start is None:
         words += ["dataset.disable_validation=true", "checkpoint.save_interval_updates=50"]
         return [*words, "model.load_checkpoint_heads=false"]
@@ -157,7 +160,6 @@ def training_words(name: str, spec: str, seed: int, data: Path, start: Path, out
         "model.load_checkpoint_heads=true",
         "model.attention_dropout=0",
         "model.pooler_dropout=0",
-        f"common.bf16={str(choose_precision() == 'bfloat16').lower()}",
         f"dataset.validate_interval_updates={VALIDATE_INTERVAL}",
         f"checkpoint.save_interval_updates={VALIDATE_INTERVAL}",
         "checkpoint.no_epoch_checkpoints=true",

@@ -14,7 +14,7 @@ from lln_fairseq.analysis.events import Curve, read_curves
 from lln_fairseq.attention import LAYER_REGISTRY
 from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.files import write_bytes
-from scripts.research.programs import TRAIN, Programs, choose_precision, locked, write_result
+from scripts.research.programs import TRAIN, Programs, choose_precision, locked, precision_overrides, write_result
 from scripts.research.units import PRETRAINING, TWO_SEEDS, Unit
 from scripts.training import run_override
 
@@ -45,9 +45,8 @@ def run_pretraining(unit: Unit, work: Path, results: Path, text: str | None, upd
         if text:
             arguments += ["--source", text]
         programs.run("data", arguments, data / "manifest.json")
-    precision = choose_precision()
     times = ValidationTimes(directory / "validation_seconds.json")
-    programs.run("train", training_arguments(unit, data, directory, updates, precision), None, times.read_line)
+    programs.run("train", training_arguments(unit, data, directory, updates), None, times.read_line)
     curves = read_curves(directory / "tensorboard")
     bits = curves["valid/loss"]
     config = OmegaConf.load(directory / "config.yaml")
@@ -57,7 +56,7 @@ def run_pretraining(unit: Unit, work: Path, results: Path, text: str | None, upd
         "attention": unit.attention,
         "spec": unit.spec,
         "seed": unit.seed,
-        "precision": precision,
+        "precision": choose_precision(),
         "source": manifest["settings"]["source"],
         "updates": bits.steps,
         "tokens_per_update": config.task.global_batch * config.task.tokens_per_sample,
@@ -76,7 +75,7 @@ def last_update(unit: Unit, updates: int) -> int:
     return max(1, updates // EARLY)
 
 
-def training_arguments(unit: Unit, data: Path, directory: Path, updates: int, precision: str) -> list[str]:
+def training_arguments(unit: Unit, data: Path, directory: Path, updates: int) -> list[str]:
     """Return the module and the arguments that train the unit, or continue its training."""
     attention, options = parse_attention_spec(unit.spec)
     interval = max(1, updates // VALIDATIONS)
@@ -86,7 +85,7 @@ def training_arguments(unit: Unit, data: Path, directory: Path, updates: int, pr
         "corpus=wikipedia_cpu",
         f"model={MODEL}",
         run_override(),
-        "common.fp16=false",
+        *precision_overrides(),
         f"attention={attention}",
         *(f"model.{attention}_{key}={value}" for key, value in options.items()),
         f"task.data={data}",
@@ -96,7 +95,6 @@ def training_arguments(unit: Unit, data: Path, directory: Path, updates: int, pr
         f"dataset.validate_interval_updates={interval}",
         f"checkpoint.save_interval_updates={interval}",
         f"common.seed={unit.seed}",
-        f"common.bf16={str(precision == 'bfloat16').lower()}",
         "common.log_format=json",
         f"checkpoint.save_dir={directory}",
     ]

@@ -154,6 +154,15 @@ def choose_precision() -> str:
     return "float32"
 
 
+def precision_overrides() -> list[str]:
+    """Return the Hydra overrides with which a training computes in `choose_precision()`.
+
+    On a GPU, the weights stay in float32, and autocast converts them. On a CPU, that takes too long.
+    """
+    option = "task.autocast" if torch.cuda.is_available() else "common.bf16"
+    return ["common.fp16=false", f"{option}={str(choose_precision() == 'bfloat16').lower()}"]
+
+
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that decide the results, and this project's commit."""
     packages = {name: version(name) for name in ("torch", "ve-fairseq", "numpy", "lln-fairseq")}

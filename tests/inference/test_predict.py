@@ -201,6 +201,14 @@ def test_model_in_8_bits_agrees_with_float(runs, loaded, sst2_texts, tmp_path, c
     assert [line.split("\t")[0] for line in out.splitlines()] == labels_of(model.predict(sst2_texts))
 
 
+def test_model_is_loaded_to_the_named_device(runs, loaded, sst2_texts, monkeypatch):
+    expected = loaded("SST-2").predict(sst2_texts)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert load(runs["SST-2"], device="cpu").predict(sst2_texts) == expected
+    with pytest.raises(UserError, match=r"^device must be cpu or a GPU of this machine, got 'cuda:77'"):
+        load(runs["SST-2"], device="cuda:77")
+
+
 def test_predict_takes_unusual_texts(loaded):
     model = loaded("SST-2")
     assert model.predict([]) == []

@@ -1,12 +1,16 @@
 """Tests of the reparameterization of queries and keys, the loss and the texts of attention transfer."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from lln_fairseq.attention import Context, build_attention
+from lln_fairseq.linearize import attention_transfer
 from lln_fairseq.linearize.attention_transfer import (
     AttentionCall,
+    LayerwiseTrainer,
     QKReparameterization,
     Student,
     TokenStream,
@@ -73,6 +77,48 @@ def test_each_parameter_of_the_reparameterization_changes_lln(rotary):
             if name != kept:
                 nn.init.zeros_(parameter)
         assert relative_rms(student(q, k, v, Context()), lln(q, k, v)) > 0.05
+
+
+class OneLayer(LayerwiseTrainer):
+    """Trains one student to match softmax on random inputs, which are in bfloat16 under autocast."""
+
+    def errors(self, inputs, _):
+        call = AttentionCall(*inputs, Context(), attention("softmax")(*inputs))
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
+        out = self.module(*(x.to(dtype) for x in inputs), Context())
+        return [relative_error(out, call, torch.eye(HEADS * DIM))]
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("name", ["lln_diag", "hedgehog", "linformer"])
+def test_transfer_with_autocast_trains_float32_weights(name, rotary, monkeypatch):
+    inputs = random_qkv()[:3]
+    texts = SimpleNamespace(mixed_batch=lambda *_: (inputs, None))
+
+    def train():
+        torch.manual_seed(0)
+        student = Student(attention(name), HEADS, DIM, rotary)
+        trainer = OneLayer(student, 0.01, steps=4, seed=0)
+        losses = [trainer.train_step(texts, 0, 0)[0] for _ in range(4)]
+        assert {parameter.dtype for parameter in student.parameters()} == {torch.float32}
+        return torch.tensor(losses)
+
+    expected = train()
+    monkeypatch.setattr(attention_transfer, "bfloat16_on_gpu", lambda _: torch.autocast("cpu", torch.bfloat16))
+    losses = train()
+
+    assert expected[-1] < expected[0]
+    assert not torch.equal(losses, expected)
+    torch.testing.assert_close(losses, expected, rtol=0.01, atol=0.0)
+
+
+def test_relative_error_is_exact_under_autocast():
+    q, k, v = random_qkv()
+    call = AttentionCall(q, k, v, Context(), attention("softmax")(q, k, v))
+    projection = torch.randn(16, HEADS * DIM)
+    expected = relative_error(1.001 * call.out, call, projection)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(relative_error(1.001 * call.out, call, projection), expected)
 
 
 def test_relative_error_ignores_padding():

@@ -5,12 +5,15 @@ import torch
 from fairseq.data.data_utils import load_indexed_dataset
 from fairseq.tasks import setup_task
 from omegaconf import OmegaConf
+from torch._dynamo.utils import counters
 
 from lln_fairseq.analysis import measure
 from lln_fairseq.analysis.probe import ablated, record_layers
 from lln_fairseq.analysis.report import measure_model
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
+from lln_fairseq.ops.dispatch import MAX_FIRST_SEGMENT
+from lln_fairseq.ops.lln import lln_diag_attention
 from lln_fairseq.training.sequence_parallel import shard_multiple
 from tests.fairseq_runs import (
     CLASSIFICATION,
@@ -76,6 +79,32 @@ def test_encoder_counts_tokens_of_first_segments():
     lengths = record_lengths(model)
     features(model, pairs(*BATCH))
     assert lengths == 2 * [[7, 22, 1, 2]]
+
+
+@pytest.mark.parametrize(("first", "bound"), [(40, 42), (126, 128), (140, 142)])
+def test_bound_of_global_tokens_is_that_of_the_batch(first, bound, monkeypatch):
+    bounds = []
+
+    def record(*arguments, global_tokens, max_global_tokens, **options):
+        bounds.append(max_global_tokens)
+        return lln_diag_attention(
+            *arguments, global_tokens=global_tokens, max_global_tokens=max_global_tokens, **options
+        )
+
+    model = build_model(**FIRST_SEGMENT, max_positions=200)
+    contexts = []
+    model.encoder.sentence_encoder.layers[0].register_forward_pre_hook(lambda _, inputs: contexts.append(inputs[1]))
+    monkeypatch.setattr("lln_fairseq.attention.lln_diag.lln_diag_attention", record)
+
+    features(model, pairs((5, 40), (first, 7)))
+
+    assert bounds == 2 * [min(bound, MAX_FIRST_SEGMENT)]
+    assert contexts[0].max_first_length == contexts[0].rows(slice(1)).max_first_length == bound
+
+
+def test_negative_lengths_are_rejected():
+    with pytest.raises(ValueError, match="first_lengths must be at least 0, got -2"):
+        build_model(**FIRST_SEGMENT)(pairs((5, 40), (2, 3)), first_lengths=torch.tensor([4, -2]))
 
 
 def test_number_and_first_segment_of_equal_length_agree():
@@ -245,3 +274,53 @@ def test_row_that_its_first_text_fills_has_global_tokens_only(pair_data):
 def test_rows_whose_tokens_show_the_segments_have_no_lengths(options, pair_data):
     batch, _ = load_split(pair_data, **options)
     assert "first_lengths" not in batch["net_input"]
+
+
+def count_reads(monkeypatch):
+    """Return a list to which every read of a tensor's values appends the name of its method, from now on."""
+    reads = []
+
+    def counted(name, method):
+        def call(tensor, *arguments):
+            reads.append(name)
+            return method(tensor, *arguments)
+
+        return call
+
+    for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__index__", "__float__", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, counted(name, getattr(torch.Tensor, name)))
+    return reads
+
+
+READERS = {
+    "joint": FIRST_SEGMENT,
+    "checkpointing": FIRST_SEGMENT | {"checkpoint_activations": True},
+    "blocks": dict(attention="block_diag", block_diag_block_size=8, block_diag_global_tokens="first_segment"),
+    "softmax layer": FIRST_SEGMENT | {"softmax_layers": "1"},
+    "average": {"attention": "lln_diag"},
+    "rotary": FIRST_SEGMENT | {"rotary": True, "no_token_positional_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("options", READERS.values(), ids=list(READERS))
+def test_forward_pass_reads_once_from_the_device(options, monkeypatch):
+    model = build_model(**options, attention_dropout=0.0).train()  # a seed of dropout is drawn and read on the host
+    tokens = pairs(*BATCH)
+    reads = count_reads(monkeypatch)
+    out = model(tokens, classification_head_name="head")[0]
+    assert reads == ["tolist"]
+    out.sum().backward()
+    assert reads == ["tolist"]
+
+
+def test_compiled_model_takes_other_lengths_without_another_compilation():
+    model = build_model(**FIRST_SEGMENT)
+    compiled = torch.compile(model, backend="eager")
+    frames = []
+    with torch.no_grad():
+        for first in (20, 22, 25, 31):
+            tokens = pairs((5, 30), (first, 40 - first), (3, 9))
+            torch.testing.assert_close(features(compiled, tokens), features(model, tokens))
+            frames.append(counters["frames"]["total"])
+    torch.compiler.reset()
+    assert frames[1:] == 3 * [frames[1]]

@@ -135,6 +135,26 @@ def test_dropout_concerns_the_block_and_the_global_tokens(backend):
     assert abs((dropped[:, :, 16:, :4].abs() > 1e-6).float().mean().item() - 0.75) < 0.03
 
 
+@pytest.mark.parametrize("attention", ["joint", "blocks"])
+def test_numbers_are_not_read_with_a_bound(attention, monkeypatch):
+    q, k, v = random_qkv(batch=3, length=97)
+
+    def compute(number, **bound):
+        if attention == "blocks":
+            return block_diag_attention(q, k, v, None, BLOCK, global_tokens=number, **bound)
+        return lln_diag_attention(q, k, v, 1.0, 1.0, block_size=BLOCK, mix=MIX, global_tokens=number, **bound)
+
+    expected = compute(PER_SEQUENCE)
+    expected_limited = compute(PER_SEQUENCE.clamp(max=9))
+    monkeypatch.setattr(torch.Tensor, "tolist", None)
+
+    torch.testing.assert_close(compute(PER_SEQUENCE, max_global_tokens=21), expected)
+    torch.testing.assert_close(compute(PER_SEQUENCE, max_global_tokens=200), expected)
+    torch.testing.assert_close(compute(PER_SEQUENCE, max_global_tokens=9), expected_limited)
+    with pytest.raises(ValueError, match="must be at least 0, got -1"):
+        compute(PER_SEQUENCE, max_global_tokens=-1)
+
+
 @pytest.mark.parametrize("number", [20, torch.tensor([20, 3])], ids=str)
 def test_compiled_calls_use_the_formula(number):
     tensors = inputs(MIX)

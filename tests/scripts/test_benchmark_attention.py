@@ -1,11 +1,14 @@
 import json
+import time
 from argparse import Namespace
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 
 from lln_fairseq.attention import ATTENTION_REGISTRY
 from scripts.benchmarks import attention as benchmark
+from scripts.benchmarks import meter
 from scripts.benchmarks.meter import Spread, copy_bandwidth, peak_memory
 
 
@@ -47,9 +50,98 @@ def test_unknown_attention_or_option_is_rejected(spec, messages, capsys):
 def test_table_shows_floors_as_fractions_of_the_times():
     one_tensor_per_ms = 4 * 2 * 3 * 50 * 10 * 1e3
     floors = benchmark.floors(torch.ones(2, 3, 50, 10), bandwidth=one_tensor_per_ms)
-    rows = [benchmark.Row("sdpa", 50, Spread(8, 8, 8), Spread(22, 22, 22), None, floors)]
+    card = (Spread(8, 8, 8), Spread(22, 22, 22))
+    rows = [benchmark.Row("sdpa", 50, Spread(9, 9, 9), Spread(25, 25, 25), None, floors, card)]
 
     assert benchmark.results_table(rows, ["sdpa"]).splitlines()[1].split()[-2:] == ["0.50", "0.50"]
+
+
+class FakeGraph:
+    replay = staticmethod(lambda: "replayed")
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """Replace torch's streams, graphs and waiting by fakes. Return a list to which every wait appends a word."""
+    waits = []
+
+    class Stream:
+        def wait_stream(self, other):
+            waits.append("stream")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "graph", nullcontext)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append("synchronize"))
+    return waits
+
+
+def test_replayed_call_was_warmed_up(fake_gpu):
+    calls = []
+    assert meter.captured(lambda: calls.append(list(fake_gpu)))() == "replayed"
+    assert calls == meter.WARM_UPS * [["stream"]] + [["stream", "stream"]]
+
+
+def test_call_that_cannot_be_captured_has_no_replay(fake_gpu, monkeypatch, capsys):
+    @contextmanager
+    def refuse(graph):
+        yield
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(torch.cuda, "graph", refuse)
+    assert meter.captured(lambda: None) is None
+    assert capsys.readouterr().err == "not captured: operation not permitted when stream is capturing\n"
+
+
+def test_host_waits_only_before_and_after_its_calls(fake_gpu):
+    events = []
+
+    def run():
+        events.append(len(fake_gpu))
+        time.sleep(0.002)
+
+    assert 2 <= meter.host_milliseconds(run, calls=4) < 200
+    assert events == [0, 1, 1, 1, 1]
+    assert fake_gpu == ["synchronize", "synchronize"]
+
+
+def test_times_of_the_gpu_and_of_the_host_are_reported(monkeypatch, tmp_path, capsys):
+    """The GPU is a fake: its tensors are on the CPU, and softmax cannot be captured."""
+    on_cpu = {}
+    for name in ("attention_function", "make_inputs", "interleaved"):
+        on_cpu[name] = getattr(benchmark, name)
+
+    def with_cpu(name, position):
+        def call(*arguments):
+            arguments = list(arguments)
+            arguments[position] = Namespace(**vars(arguments[position]) | {"device": "cpu"})
+            return on_cpu[name](*arguments)
+
+        return call
+
+    monkeypatch.setattr(benchmark, "attention_function", with_cpu("attention_function", 1))
+    monkeypatch.setattr(benchmark, "make_inputs", with_cpu("make_inputs", 0))
+    monkeypatch.setattr(benchmark, "interleaved", lambda runs, _, repeats: on_cpu["interleaved"](runs, "cpu", repeats))
+    monkeypatch.setattr(benchmark, "captured", lambda run: None if "scaled_dot" in str(run.args[0]) else run)
+    monkeypatch.setattr(benchmark, "host_milliseconds", lambda run: (run(), 0.25)[1])
+    monkeypatch.setattr(benchmark, "copy_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(benchmark, "device_name", lambda device: "fake")
+    output = tmp_path / "b.json"
+
+    options = ["--smoke", "--no-memory", "--device", "cuda", "--attentions", "lln_diag", "--json", str(output)]
+    assert benchmark.main(options) == 0
+
+    content = json.loads(output.read_text())
+    for row in content["rows"]:
+        assert (row["card"] is None) == (row["attention"] == "sdpa")
+        assert row["floors"][1] > row["floors"][0] > 0
+    assert content["host"] == [{"attention": name, "forward": 250.0, "both": 250.0} for name in ("sdpa", "lln_diag")]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].split()[-4:] == ["-", "-", "-", "-"]
+    assert float(lines[3].split()[-1]) > 0
+    assert ["lln_diag", "250", "250"] in [line.split() for line in lines]
 
 
 def test_copy_bandwidth_is_positive():

@@ -11,10 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import lln_fairseq.__main__
 from lln_fairseq.errors import UserError
-from scripts.research import conversion, fine_tuning, pretraining, table1, units
+from scripts.research import conversion, fine_tuning, pretraining, programs, table1, units
 from scripts.research.programs import ProgramFailed, Programs, locked
 from scripts.research.report import LABELS, write_report
 from scripts.research.units import Task, Unit, all_units
@@ -412,9 +413,22 @@ def test_only_first_seeds_of_softmax_and_lln_diag_are_pretrained_to_the_end():
     pretrainings = [unit for unit in units.all_units() if unit.kind == units.PRETRAINING]
     whole = [unit.name for unit in pretrainings if pretraining.last_update(unit, 5000) == 5000]
     assert whole == ["softmax_seed1", "lln_diag_seed1"]
-    arguments = pretraining.training_arguments(pretrainings[-1], Path("data"), Path("out"), 5000, "float32")
+    arguments = pretraining.training_arguments(pretrainings[-1], Path("data"), Path("out"), 5000)
     assert {"optimization.max_update=1000", "lr_scheduler.total_num_update=5000"} <= set(arguments)
     assert {"lr_scheduler.warmup_updates=100", "dataset.validate_interval_updates=500"} <= set(arguments)
+
+
+def test_units_keep_weights_in_float32_on_a_gpu(monkeypatch):
+    def words(task):
+        return fine_tuning.training_words(task, "softmax", 1, Path("data"), Path("start"), Path("out"))
+
+    monkeypatch.setattr(programs, "choose_precision", lambda: "bfloat16")
+    assert "common.bf16=true" in words("qnli16")
+    assert "common.bf16=true" not in words("qnli")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for task in ("qnli16", "qnli"):
+        assert {"run=gpu1", "common.fp16=false", "task.autocast=true"} <= set(words(task))
+        assert "common.bf16=true" not in words(task)
 
 
 def test_report_of_one_long_conversion_and_two_schedules(tmp_path):

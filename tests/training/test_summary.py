@@ -4,9 +4,13 @@ import logging
 import re
 
 import pytest
+import torch
+import torch.nn.functional as F
 import yaml
+from fairseq.optim import FairseqOptimizer
 from omegaconf import OmegaConf
 
+from lln_fairseq.errors import UserError
 from lln_fairseq.fairseq_compat.log_filters import DETAILS
 from lln_fairseq.training import summary
 from tests.fairseq_runs import LLN, MASKED_LM, train
@@ -43,6 +47,38 @@ def test_summary_says_whether_bf16_is_faster(speed, corpus, tmp_path, monkeypatc
         train(monkeypatch, tmp_path / "log", corpus, tmp_path / "run", *options)
     assert f"precision  bf16 on CPU, whose products are {speed} times as fast as in fp32\n" in caplog.text
     assert ("multiplies bf16 more slowly than fp32 (0.20 times as fast)" in caplog.text) == (speed < 1)
+
+
+def test_autocast_keeps_weights_and_gradients_in_float32(corpus, tmp_path, monkeypatch, caplog):
+    products = []
+    dtypes = set()
+
+    def record(optimizer, *arguments):
+        dtypes.update((parameter.dtype, parameter.grad.dtype) for parameter in optimizer.params)
+        return step(optimizer, *arguments)
+
+    def linear(x, weight, bias=None):
+        out = plain_linear(x, weight, bias)
+        products.append(out.dtype)
+        return out
+
+    step = FairseqOptimizer.step
+    plain_linear = F.linear
+    monkeypatch.setattr(FairseqOptimizer, "step", record)
+    monkeypatch.setattr(F, "linear", linear)
+    options = (*MASKED_LM, *LLN, "--autocast", "--no-save", "--max-update", 1)
+    with caplog.at_level(logging.INFO):
+        train(monkeypatch, tmp_path / "log", corpus, tmp_path / "run", *options)
+
+    assert "precision  fp32 with autocast to bf16 on CPU\n" in caplog.text
+    assert set(products) == {torch.bfloat16}
+    assert dtypes == {(torch.float32, torch.float32)}
+
+
+def test_autocast_with_half_precision_weights_is_rejected(corpus, tmp_path, monkeypatch):
+    options = (*MASKED_LM, *LLN, "--autocast", "--bf16", "--no-save", "--max-update", 1)
+    with pytest.raises(UserError, match=r"task.autocast cannot be combined with bf16: set common.bf16=false"):
+        train(monkeypatch, tmp_path / "log", corpus, tmp_path / "run", *options)
 
 
 def test_run_that_saves_nothing_writes_no_configuration(corpus, tmp_path, monkeypatch, caplog):
