@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from tests.documentation import README, code_blocks
+
 # Run before each test's code: `state()` is what an import could change, `before` and `loaded` are taken before it.
 PREAMBLE = """
 import logging, sys, threading, torch
@@ -12,7 +14,30 @@ def state():
 before = state()
 loaded = set(sys.modules)
 """
-HEAVY_PACKAGES = {"fairseq", "hydra", "omegaconf", "scipy", "matplotlib"}
+# Run before the example of README: from here on, only torch, what torch requires, and Triton can be imported.
+ONLY_TORCH = """
+import importlib.metadata, re
+def distributions(name):
+    yield name
+    for requirement in importlib.metadata.requires(name) or []:
+        if "extra ==" not in requirement:
+            try:
+                yield from distributions(re.match("[A-Za-z0-9_.-]+", requirement)[0])
+            except importlib.metadata.PackageNotFoundError:
+                pass  # it is required elsewhere only, such as on a GPU
+allowed = {*distributions("torch"), "triton"}
+distributions_of = importlib.metadata.packages_distributions()
+blocked = {package for package, names in distributions_of.items() if not allowed.intersection(names)}
+blocked -= {"lln_fairseq", *sys.stdlib_module_names}
+class Blocker:
+    def find_spec(name, path, target=None):
+        if name.partition(".")[0] in blocked:
+            raise AssertionError(f"{name} is imported")
+sys.meta_path.insert(0, Blocker)
+for name in loaded:
+    if name.partition(".")[0] in blocked:
+        del sys.modules[name]  # torch imports numpy if it is installed
+"""
 
 
 def run_python(code):
@@ -29,13 +54,14 @@ assert set(sys.modules) - loaded == {"lln_fairseq"}
 
 
 def test_operations_and_attentions_need_only_torch():
+    (example,) = [code for code in code_blocks(README, "python") if "lln_diag_attention" in code]
     run_python(f"""
-from lln_fairseq.attention import build_attention
-from lln_fairseq.ops.lln import lln_diag_attention
-q = torch.ones(1, 2, 5, 8)
-lln_diag_attention(q, q, q, 1.0, 1.0)
-build_attention("lln", num_heads=2, head_dim=16, max_positions=5)
-assert not {HEAVY_PACKAGES} & set(sys.modules)
+{ONLY_TORCH}
+assert {{"numpy", "fairseq", "scipy"}} <= blocked
+{example}
+from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
+for name in ATTENTION_REGISTRY:
+    build_attention(name, num_heads=2, head_dim=16, max_positions=5)
 assert state() == before
 """)
 

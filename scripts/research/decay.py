@@ -7,12 +7,13 @@
 
 The attention `decay` has the matrix P_ij = w_ij λ^|i-j| / Σ_l w_il λ^|i-l|, in which every head learns its own
 λ = exp(-1 / τ). Its option `weights` chooses w, see WEIGHTS. It computes all N² weights, because it is made to be
-measured: it is registered by this program only, and the package does not have it.
+measured: it is registered by this program only, and the package does not have it. So is the attention `window` of
+scripts.research.window.
 
 `characters` trains a model for each attention and each seed, in OUT/ATTENTION/seedN, and writes the validation losses
 in bits and the τ that the heads have learned to a file in --results. The last part of OUT names the group of these
 runs, which have the same overrides. Other words are Hydra overrides. `report` prints the tables of these files, and
-draws their losses in decay.png next to --results. `recall` takes the arguments of scripts.research.recall, and `train`
+draws their losses in a picture next to --results. `recall` takes the arguments of scripts.research.recall, and `train`
 those of lln_fairseq train. Run an interrupted command again to continue it.
 """
 
@@ -36,7 +37,7 @@ from lln_fairseq import __main__ as lln_program
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.attention import ATTENTION_REGISTRY
 from lln_fairseq.attention.context import NO_CONTEXT, Context
-from lln_fairseq.attention.registry import Attention, option, parse_attention_spec, register_attention
+from lln_fairseq.attention.registry import Attention, RegistryEntry, option, parse_attention_spec, register_attention
 from lln_fairseq.command import run_main
 from lln_fairseq.errors import UserError
 from lln_fairseq.ops.formula import clear_padding
@@ -47,6 +48,7 @@ from scripts.research import recall
 from scripts.research.programs import write_result
 from scripts.research.report import markdown, mean_and_range, read_results, save, select
 from scripts.research.units import RESULTS
+from scripts.research.window import WINDOW, WindowAttention, WindowConfig
 from scripts.training import call_logged, train_words
 
 DECAY = "decay"
@@ -172,10 +174,10 @@ def measure_characters(
 
 
 def attention_words(spec: str) -> list[str]:
-    """Return the Hydra overrides that select an attention, also `decay`, which has no file in configs/."""
+    """Return the Hydra overrides that select an attention, also of a prototype, which has no file in configs/."""
     name, options = parse_attention_spec(spec)
     settings = [f"model.{name}_{key}={value}" for key, value in options.items()]
-    if name == DECAY:
+    if name in PROTOTYPES:
         return ["attention=softmax", f"model.attention={name}", *(f"+{setting}" for setting in settings)]
     return [f"attention={name}", *settings]
 
@@ -191,7 +193,7 @@ def learned_tau(checkpoint: Path) -> list[list[float]]:
 
 
 def report(results: Path) -> None:
-    """Print a table for each group of runs, and draw their losses in decay.png in the parent directory."""
+    """Print a table for each group of runs, and draw their losses in NAME.png beside the directory NAME."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for content in read_results(results):
         groups.setdefault(content["group"], []).append(content)
@@ -211,7 +213,7 @@ def report(results: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend()
     panels[0][0].set_ylabel("validation loss [bits per masked character]")
-    save(figure, results.parent / "decay.png")
+    save(figure, results.with_suffix(".png"))
 
 
 def losses_table(runs: Sequence[dict[str, Any]]) -> str:
@@ -227,18 +229,23 @@ def losses_table(runs: Sequence[dict[str, Any]]) -> str:
     return markdown(rows)
 
 
+PROTOTYPES = {DECAY: RegistryEntry(DecayAttention, DecayConfig), WINDOW: RegistryEntry(WindowAttention, WindowConfig)}
+
+
 @contextmanager
-def registered_decay() -> Iterator[None]:
-    """Register the attention "decay" in the `with` block only, because other code lists the registry."""
-    register_attention(DECAY, DecayConfig)(DecayAttention)
+def registered_prototypes() -> Iterator[None]:
+    """Register the attentions of PROTOTYPES in the `with` block only, because other code lists the registry."""
+    for name, entry in PROTOTYPES.items():
+        register_attention(name, entry.config)(entry.cls)
     try:
         yield
     finally:
-        del ATTENTION_REGISTRY[DECAY]
+        for name in PROTOTYPES:
+            del ATTENTION_REGISTRY[name]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    with registered_decay():
+    with registered_prototypes():
         return run_command(list(sys.argv[1:] if argv is None else argv))
 
 

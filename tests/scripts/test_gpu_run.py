@@ -2,7 +2,10 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from scripts.benchmarks import attention, model
 
@@ -22,6 +25,20 @@ def run_script(folder, python, *arguments):
     (folder / "python").chmod(0o755)
     environment = {**os.environ, "PYTHON": str(folder / "python")}
     return subprocess.run([SCRIPT, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(("version", "code"), [("3.5.1", 1), ("3.6.0", 0)])
+def test_triton_is_refused_only_below_the_version_that_the_kernels_need(version, code, tmp_path, monkeypatch):
+    (tmp_path / "triton.py").write_text(f"__version__ = '{version}'")
+    torch = "version = cuda = SimpleNamespace(is_available=lambda: True, get_device_name=lambda: 'a GPU', cuda='13.0')"
+    (tmp_path / "torch.py").write_text(f"from types import SimpleNamespace\n__version__ = '2.10.0'\n{torch}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    python = f'#!/bin/sh\n[ "$1" != -c ] || exec {sys.executable} "$@"\n'
+
+    done = run_script(tmp_path, python)
+
+    assert done.returncode == code, done.stderr
+    assert ("error: the kernels need Triton" in done.stderr) == bool(code)
 
 
 def test_report_has_every_step_also_after_a_failure(tmp_path, monkeypatch):
