@@ -6,6 +6,7 @@ the positional embeddings, and row p of their table moves to p + 2.
 
 import dataclasses
 import re
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.checkpoints.config import POSITION_OFFSET
-from lln_fairseq.checkpoints.reading import check_weights, load_plain_data, verify_checksums
+from lln_fairseq.checkpoints.reading import check_weights, load_plain_data, verify_checksums, without_wrappers
 from lln_fairseq.conversion.directory import CONFIG, read_json
 from lln_fairseq.conversion.encoder import HEAD, ImportedEncoder, choose_pooling, summarize_names
 from lln_fairseq.conversion.parameter_names import (
@@ -97,7 +98,8 @@ def read_hugging_face_directory(directory: Path, attention: str = "") -> Importe
         )
     stated_config = read_json(config_file)
     _check_architecture(stated_config, config_file)
-    model, loading_info = _load_model(directory, stated_config["model_type"])
+    notes: list[str] = []
+    model, loading_info = _load_model(directory, stated_config["model_type"], notes)
     config = model.config
     bert = config.model_type == BERT
     is_ours = config.model_type == OURS
@@ -126,7 +128,7 @@ def read_hugging_face_directory(directory: Path, attention: str = "") -> Importe
     lost = sorted(missing - {TOKEN_TYPES})
     if lost:
         raise UserError(f"{directory} lacks {summarize_names(lost)}")
-    notes = _note_unused_tensors(loading_info["unexpected_keys"], directory)
+    notes += _note_unused_tensors(loading_info["unexpected_keys"], directory)
     notes += prompt_notes
     pooling = choose_pooling(pooling, has_head, notes)
 
@@ -156,13 +158,15 @@ def read_hugging_face_directory(directory: Path, attention: str = "") -> Importe
     return ImportedEncoder(parameters, options, vocabulary.symbols, vocabulary.files, notes, pooling)
 
 
-def _load_model(directory: Path, model_type: str) -> tuple[Any, dict[str, Any]]:
+def _load_model(directory: Path, model_type: str, notes: list[str]) -> tuple[Any, dict[str, Any]]:
     """Load a masked language model in float32 and evaluation mode, with what transformers reports about the file.
 
-    Parameters that the file lacks are random. The code in an exported model's directory is not used. Raises UserError
-    if the weights are damaged or too small for config.json.
+    Parameters that the file lacks are random. The code in an exported model's directory is not used. A note is added if
+    the parameters' names had the prefixes of DataParallel or torch.compile. Raises UserError if the weights are damaged
+    or too small for config.json.
     """
     import transformers  # here, because importing it takes seconds
+    from safetensors.torch import save_file
 
     config_class: Any = transformers.AutoConfig
     model_class: Any = transformers.AutoModelForMaskedLM
@@ -177,19 +181,32 @@ def _load_model(directory: Path, model_type: str) -> tuple[Any, dict[str, Any]]:
     files = list(directory.glob("model*.safetensors")) or list(directory.glob("pytorch_model*.bin"))
     if not files:
         raise UserError(f"{directory} holds no weights: it needs model.safetensors or pytorch_model.bin")
+    weights: dict[str, Tensor] = {}
+    is_wrapped = False
     for file in files:
-        _check_file(file)
+        tensors = _read_weights(file)
+        unwrapped = without_wrappers(tensors, file)
+        is_wrapped |= unwrapped.keys() != tensors.keys()
+        weights |= unwrapped
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     try:
-        with silence():
+        with silence(), tempfile.TemporaryDirectory() as copy:
             config = config_class.from_pretrained(directory, **options)
             layer = 4 * config.hidden_size**2 + 2 * config.hidden_size * config.intermediate_size
             rows = config.vocab_size + config.max_position_embeddings
             num_parameters = rows * config.hidden_size + config.num_hidden_layers * layer
             if num_parameters > sum(file.stat().st_size for file in files):  # before so much memory is allocated
                 raise ValueError(f"the sizes in {CONFIG} make {num_parameters} parameters, more than the files hold")
+            place = directory
+            if is_wrapped:
+                contiguous = torch.contiguous_format
+                weights = {name: value.clone(memory_format=contiguous) for name, value in weights.items()}
+                save_file(weights, Path(copy, "model.safetensors"))
+                place = Path(copy)
+                notes.append("removed module. and _orig_mod. (of DataParallel and torch.compile) from parameter names")
+            del weights, tensors, unwrapped
             model, loading_info = model_class.from_pretrained(
-                directory,
+                place,
                 config=config,
                 dtype=torch.float32,
                 output_loading_info=True,
@@ -219,7 +236,7 @@ def _check_index(index: Path) -> None:
             raise UserError(f"{index} lists {file.name}, which does not exist: download it too")
 
 
-def _check_file(file: Path) -> None:
+def _read_weights(file: Path) -> dict[str, Tensor]:
     """Load the whole file and check the parts that are converted: transformers would accept integers, for example."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -232,12 +249,14 @@ def _check_file(file: Path) -> None:
     else:
         tensors = load_plain_data(str(file))
         verify_checksums(str(file))
+    tensors = {str(name): value for name, value in tensors.items() if isinstance(value, Tensor)}
     weights = {}
-    for name, value in tensors.items():
-        name = _without_prefix(str(name))
-        if isinstance(value, Tensor) and CONVERTED_PARTS.match(name) and not name.endswith("_ids"):
+    for name, value in without_wrappers(tensors, file).items():
+        name = _without_prefix(name)
+        if CONVERTED_PARTS.match(name) and not name.endswith("_ids"):
             weights[name] = value
     check_weights(weights, file)
+    return tensors
 
 
 def _without_prefix(name: str) -> str:

@@ -119,6 +119,31 @@ def test_every_form_of_weights_gives_float32_parameters(form, sources, copy_sour
         torch.testing.assert_close(actual[name], expected, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("kind", ["roberta", "bert"])
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_prefixes_of_wrapped_models_are_removed(prefix, kind, sources, copy_source, tmp_path):
+    folder = copy_source(kind)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({prefix + name: value for name, value in tensors.items()}, folder / "model.safetensors")
+
+    (note,) = convert(folder, tmp_path / "out", "softmax").notes
+    convert(sources[kind][1], tmp_path / "plain", "softmax")
+
+    assert note.startswith("removed module. and _orig_mod.")
+    actual = load_parameters(tmp_path / "out")
+    for name, expected in load_parameters(tmp_path / "plain").items():
+        assert torch.equal(actual[name], expected)
+
+
+def test_name_with_and_without_prefix_is_rejected(copy_source, tmp_path):
+    folder = copy_source("roberta")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["module.lm_head.bias"] = torch.zeros(len(tensors["lm_head.bias"]))
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match="with and without module"):
+        convert(folder, tmp_path / "out", "softmax")
+
+
 def test_token_type_is_added_to_positions(sources, tmp_path):
     model, folder = sources["bert"]
     convert(folder, tmp_path / "out", "softmax")
