@@ -2,13 +2,16 @@
 
     lln-fairseq convert SOURCE OUT --attention lln_diag --positions 4096
 
-SOURCE is a Hugging Face directory (RoBERTa, XLM-R or BERT), or a checkpoint of fairseq's RoBERTa with its dict.txt in
-the same directory. To fine-tune the result, run `lln-fairseq train` with `checkpoint.finetune_from_model=OUT/model.pt`.
-To encode text for it, give `--tokenizer OUT` to the programs of data_prep.
+SOURCE is a Hugging Face directory (RoBERTa, XLM-R, CamemBERT or BERT), or a checkpoint of fairseq's RoBERTa with its
+dict.txt in the same directory. To fine-tune the result, run `lln-fairseq train` with
+`checkpoint.finetune_from_model=OUT/model.pt`. To encode text for it, give `--tokenizer OUT` to the programs of
+data_prep.
 """
 
 import argparse
+import dataclasses
 import shlex
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,10 @@ from lln_fairseq.conversion.directory import new_directory, write_large
 from lln_fairseq.conversion.encoder import DICTIONARY, HEAD, ImportedEncoder
 from lln_fairseq.conversion.from_fairseq import read_fairseq_checkpoint
 from lln_fairseq.conversion.from_hugging_face import read_hugging_face_directory
-from lln_fairseq.errors import UserError, user_errors
+from lln_fairseq.conversion.parameter_names import HEAD_WEIGHT
+from lln_fairseq.conversion.read_tokenizer import PROBES
+from lln_fairseq.errors import UserError, first_line, user_errors
+from lln_fairseq.inference.text_model import load_text_model
 from lln_fairseq.models.adapt import ATTENTION_PARAMETERS, POSITIONS, extended_rotary_base, resize_positions
 from lln_fairseq.models.lln_roberta import LLNRobertaModel, RobertaConfig
 from lln_fairseq.tasks.masked_lm import LLNMaskedLMConfig, LLNMaskedLMTask
@@ -34,6 +40,8 @@ from lln_fairseq.text.vocabulary import load_vocabulary
 
 CHECKPOINT = "model.pt"
 SEED = 1  # for the parameters that the source does not have
+TOLERANCE = 1e-4  # between the outputs of transformers and ours
+MAX_COMPARED = 512  # tokens of a text for which they are compared
 MAX_POSITIONS = 1 << 20  # a positional table of 4 GB for 1,024 features
 
 
@@ -69,12 +77,46 @@ def convert(
     with new_directory(out) as directory:
         if source.is_dir():
             encoder = read_hugging_face_directory(source, attention)
+            if encoder.reference is not None:
+                check_outputs(encoder, source)
         else:
             encoder = read_fairseq_checkpoint(source, dictionary, heads, attention)
         if positions is not None:
             change_max_positions(encoder, positions)
         write_converted_encoder(encoder, attention, directory)
     return encoder
+
+
+def check_outputs(encoder: ImportedEncoder, source: Path) -> None:
+    """Raise UserError if the source's own outputs for three texts differ from those of our model with softmax."""
+    assert encoder.reference is not None
+    with tempfile.TemporaryDirectory() as folder:
+        copy = dataclasses.replace(encoder, parameters=dict(encoder.parameters), notes=[])
+        write_converted_encoder(copy, "softmax", Path(folder))
+        text_model = load_text_model(Path(folder, CHECKPOINT))
+    rows = [[text] for text in (PROBES[0], PROBES[1], " ".join(PROBES * 10))]
+    length = min(text_model.longest, MAX_COMPARED)
+    samples = [sample[:length] for sample in text_model.ids.encode_rows(rows)]
+    tokens = nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=PAD)
+    model = text_model.model.cpu()
+    try:
+        expected = encoder.reference(tokens)
+    except Exception as error:  # it is any architecture of transformers
+        raise UserError(f"{source}: transformers cannot compute its outputs: {first_line(error)}") from error
+    with torch.no_grad():
+        actual = [model(tokens, features_only=True)[0]]
+        if HEAD_WEIGHT in encoder.parameters:
+            actual.append(model(tokens)[0])
+    real = tokens.ne(PAD)
+    for ours, theirs in zip(actual, expected, strict=False):  # without a head, there are no logits
+        difference = float("inf")
+        if ours.shape == theirs.shape:
+            difference = (ours[real] - theirs[real]).abs().max().item()
+        if not difference <= TOLERANCE:
+            raise UserError(
+                f"{source} is not a RoBERTa or BERT: its own outputs in transformers differ by {difference:.1e} "
+                f"from those of the converted model, more than {TOLERANCE:.0e}"
+            )
 
 
 def change_max_positions(encoder: ImportedEncoder, positions: int) -> None:

@@ -1,4 +1,4 @@
-"""Read the encoder of a Hugging Face RoBERTa, XLM-R or BERT directory, or of one that `lln-fairseq export` wrote.
+"""Read the encoder of a Hugging Face RoBERTa or BERT directory, or of one that `lln-fairseq export` wrote.
 
 A BERT becomes a RoBERTa in two steps: the embedding of token type 0, which every token has in this project, is added to
 the positional embeddings, and row p of their table moves to p + 2.
@@ -8,6 +8,7 @@ import dataclasses
 import re
 import tempfile
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.checkpoints.config import POSITION_OFFSET
 from lln_fairseq.checkpoints.reading import check_weights, load_plain_data, verify_checksums, without_wrappers
 from lln_fairseq.conversion.directory import CONFIG, read_json
-from lln_fairseq.conversion.encoder import HEAD, ImportedEncoder, choose_pooling, summarize_names
+from lln_fairseq.conversion.encoder import HEAD, ImportedEncoder, choose_pooling, require_shapes, summarize_names
 from lln_fairseq.conversion.parameter_names import (
     ATTENTION_PREFIX,
     ENCODER,
@@ -38,7 +39,16 @@ from lln_fairseq.text.special_symbols import PAD
 
 BERT = "bert"
 OURS = "lln_roberta"  # the models that `lln-fairseq export` writes with code
-MODEL_TYPES = ("roberta", "xlm-roberta", BERT, OURS)
+MODEL_TYPES = ("roberta", "xlm-roberta", "camembert", BERT, OURS)
+# What the configuration of any other model must have to be tried.
+SETTINGS = (
+    "num_attention_heads",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "layer_norm_eps",
+    "pad_token_id",
+    "tie_word_embeddings",
+)
 ROTARY = "its positions are only rotary, and this project's models also add a learned embedding to each position"
 RELATIVE = "its attention has relative positions, and this project's models add a learned embedding to each position"
 CAUSAL = "it is a decoder, whose tokens see only the tokens before them"
@@ -83,7 +93,8 @@ def read_hugging_face_directory(directory: Path, attention: str = "") -> Importe
     """Read the encoder in a Hugging Face directory, with its tokenizer and, if it has one, its language-model head.
 
     The rows of the embedding are put in the order of fairseq's ids. Heads for other tasks are left out, with a note.
-    `directory` can also be a model of sentence-transformers, see `locate_model`. An exported model keeps the options
+    `directory` can also be a model of sentence-transformers, see `locate_model`. The outputs of an architecture that is
+    not one of MODEL_TYPES must still be compared, see `ImportedEncoder.reference`. An exported model keeps the options
     and the parameters of its attention only if that is `attention`, the attention of the converted model.
 
     Raises:
@@ -101,7 +112,7 @@ def read_hugging_face_directory(directory: Path, attention: str = "") -> Importe
     notes: list[str] = []
     model, loading_info = _load_model(directory, stated_config["model_type"], notes)
     config = model.config
-    bert = config.model_type == BERT
+    is_known = config.model_type in MODEL_TYPES
     is_ours = config.model_type == OURS
     sizes = ModelSizes(
         vocabulary=config.vocab_size,
@@ -117,6 +128,7 @@ def read_hugging_face_directory(directory: Path, attention: str = "") -> Importe
     lower_case = read_lower_case(directory)
 
     tensors = {_without_prefix(name): value for name, value in model.state_dict().items()}
+    bert = "cls.predictions.bias" in tensors
     names = list(encoder_names(sizes))
     missing = {_without_prefix(name) for name in loading_info["missing_keys"]}
     head = list(head_names(sizes, bert))
@@ -128,6 +140,10 @@ def read_hugging_face_directory(directory: Path, attention: str = "") -> Importe
     lost = sorted(missing - {TOKEN_TYPES})
     if lost:
         raise UserError(f"{directory} lacks {summarize_names(lost)}")
+    if not is_known:
+        shapes = {name.hugging_face: name.shape for name in names}
+        shapes[TOKEN_TYPES] = (config.type_vocab_size, sizes.features)
+        require_shapes(tensors, shapes, directory, CONFIG)
     notes += _note_unused_tensors(loading_info["unexpected_keys"], directory)
     notes += prompt_notes
     pooling = choose_pooling(pooling, has_head, notes)
@@ -155,7 +171,17 @@ def read_hugging_face_directory(directory: Path, attention: str = "") -> Importe
         parameters[HEAD_BIAS] = output_layer.bias.detach()
     options["max_positions"] = len(parameters[POSITIONS]) - POSITION_OFFSET
     _reorder_symbols(parameters, vocabulary)
-    return ImportedEncoder(parameters, options, vocabulary.symbols, vocabulary.files, notes, pooling)
+    reference = None
+    if not is_known:
+        reference = partial(_own_outputs, model, torch.tensor(vocabulary.order))
+    return ImportedEncoder(parameters, options, vocabulary.symbols, vocabulary.files, notes, pooling, reference)
+
+
+@torch.no_grad()
+def _own_outputs(model: Any, order: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `ImportedEncoder.reference` with a model of transformers. `order` is that of `SourceVocabulary`, (V,)."""
+    outputs = model(input_ids=order[tokens], attention_mask=tokens.ne(PAD).long(), output_hidden_states=True)
+    return outputs.hidden_states[-1], outputs.logits[..., order]
 
 
 def _load_model(directory: Path, model_type: str, notes: list[str]) -> tuple[Any, dict[str, Any]]:
@@ -192,6 +218,9 @@ def _load_model(directory: Path, model_type: str, notes: list[str]) -> tuple[Any
     try:
         with silence(), tempfile.TemporaryDirectory() as copy:
             config = config_class.from_pretrained(directory, **options)
+            lacking = [name for name in SETTINGS if not hasattr(config, name)]
+            if lacking:
+                raise ValueError(f"a configuration of {model_type} has no {lacking[0]}")
             layer = 4 * config.hidden_size**2 + 2 * config.hidden_size * config.intermediate_size
             rows = config.vocab_size + config.max_position_embeddings
             num_parameters = rows * config.hidden_size + config.num_hidden_layers * layer
@@ -261,7 +290,7 @@ def _read_weights(file: Path) -> dict[str, Tensor]:
 
 def _without_prefix(name: str) -> str:
     """Return a parameter's name without the name of the model in front of it."""
-    return re.sub(r"^(roberta|bert)\.", "", name)
+    return re.sub(r"^(roberta\.|bert\.|\w+\.(?=(embeddings|encoder|pooler)\.))", "", name)
 
 
 def _check_padding(stated: int | None, padding: int, directory: Path) -> None:
@@ -283,9 +312,9 @@ def _checkpoint_advice(directory: Path) -> str:
 def _check_architecture(config: dict[str, Any], path: Path) -> None:
     """Raise UserError if config.json, read from `path`, describes a model that fairseq's RoBERTa cannot represent."""
     model_type = config.get("model_type")
-    if model_type not in MODEL_TYPES:
+    if not isinstance(model_type, str) or model_type in UNSUPPORTED_TYPES:
         reason = ""
-        if isinstance(model_type, str) and model_type in UNSUPPORTED_TYPES:
+        if isinstance(model_type, str):
             reason = f": {UNSUPPORTED_TYPES[model_type]}"
         raise UserError(f"{path}: model_type must be {' or '.join(MODEL_TYPES)}, got {model_type}{reason}")
     for option in DECODER_OPTIONS:
