@@ -6,8 +6,8 @@ from pathlib import Path
 
 from lln_fairseq.files import write_bytes
 from lln_fairseq.text.binary_format import binarize, dataset_files, label_blocks
+from lln_fairseq.text.labels import label_dictionary
 from lln_fairseq.text.special_symbols import NUM_SPECIAL
-from lln_fairseq.text.tokenizers import dictionary_text
 from lln_fairseq.text.vocabulary import DICTIONARY
 
 
@@ -29,11 +29,10 @@ def write_labels(
 ) -> dict[str, dict[str, int]]:
     """Write the labels of every split in fairseq's binary format, and a dict.txt with the classes in order.
 
-    Class k of the model is classes[k]. `labels` has the class name of each row, by split; the split "train" is
-    required, since dict.txt also has the number of its rows in each class. The result is the manifest entry of each
-    split.
+    Class k of the model is classes[k]. `labels` has the class name of each row, by split. dict.txt also has the
+    number of the rows of "train" in each class. The result is the manifest entry of each split.
     """
-    dictionary = dictionary_text(classes, Counter(labels["train"]))
+    dictionary = label_dictionary(classes, Counter(labels.get("train", [])))
     write_bytes(directory / DICTIONARY, dictionary.encode())
     size = NUM_SPECIAL + dictionary.count("\n")
     records = {}

@@ -25,12 +25,12 @@ from lln_fairseq.checkpoints.reading import plugin_state
 from lln_fairseq.errors import UserError, user_errors
 from lln_fairseq.models.adapt import EMBEDDING, POSITIONS
 from lln_fairseq.models.presets import PRESETS, SIZE_FIELDS
+from lln_fairseq.text.labels import class_names
 from lln_fairseq.text.vocabulary import recorded_identity
 
 LENGTHS = ("max_positions", "tokens_per_sample")  # options of our tasks that state a length
 PRESET_HEADS = {name: sizes[SIZE_FIELDS.index("encoder_attention_heads")] for name, sizes in PRESETS.items()}
 ANY_INPUTS = "any"  # the entry "inputs" of the plugin's state, see `takes_any_inputs`
-NOT_LABELS = ("<mask>", "madeupword")  # prefixes of symbols that fairseq's tools add to every dictionary
 
 logger = logging.getLogger(__name__)
 
@@ -191,8 +191,7 @@ def label_names(task: Any) -> list[str]:
     """
     if task.cfg.regression_target:
         return []
-    symbols = task.label_dictionary.symbols[task.label_dictionary.nspecial :]
-    return [symbol for symbol in symbols if not symbol.startswith(NOT_LABELS)]
+    return class_names(task.label_dictionary.symbols[task.label_dictionary.nspecial :])
 
 
 def is_finetuned(task: Any) -> bool:

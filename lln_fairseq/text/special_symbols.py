@@ -3,7 +3,7 @@
 Every fairseq dictionary begins with four special symbols, which dict.txt does not list.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from lln_fairseq.errors import UserError
 
@@ -14,6 +14,7 @@ PAD = 1
 EOS = 2
 UNKNOWN = 3
 MASK = "<mask>"  # the tasks append it to the dictionary
+FILLER = "madeupword"  # with a number, it makes the size of a dictionary divisible by 8
 OVERWRITE = " #fairseq:overwrite"  # ends a line of dict.txt whose symbol may occur twice
 
 
@@ -45,3 +46,21 @@ def _is_integer(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def format_dictionary(symbols: Sequence[str], counts: Mapping[str, int], reserved: int = 0, multiple: int = 8) -> str:
+    """Return the content of a dict.txt, which has a line "SYMBOL COUNT" for each symbol. The symbols are not checked.
+
+    Symbol i, from 0, gets fairseq's id 4 + i. Filler symbols "madeupword0000", ... with the count 0 are appended until
+    the size of the dictionary is divisible by `multiple`, which makes matrix products faster on tensor cores. The size
+    includes fairseq's special symbols and the reserved symbols.
+
+    Args:
+        symbols: the symbols, in order.
+        counts: how often each symbol occurs. A symbol that is not in `counts` gets the count 0.
+        reserved: the number of symbols that a task will append later, such as <mask>.
+        multiple: the number that the size must be divisible by.
+    """
+    padding = -(NUM_SPECIAL + len(symbols) + reserved) % multiple
+    filler = [f"{FILLER}{i:04d}" for i in range(padding)]
+    return "".join(f"{symbol} {counts.get(symbol, 0)}\n" for symbol in [*symbols, *filler])

@@ -19,7 +19,7 @@ import numpy as np
 from lln_fairseq.errors import UserError
 from lln_fairseq.terminal import print_status
 from lln_fairseq.text.lines import MAX_LINE, sample_lines_evenly
-from lln_fairseq.text.special_symbols import MASK, NUM_SPECIAL, SPECIAL_SYMBOLS
+from lln_fairseq.text.special_symbols import MASK, SPECIAL_SYMBOLS, format_dictionary
 
 VOCAB_SIZE = 32000
 TRAIN_CHARACTERS = 20_000_000  # for training a model; more hardly improves it, and unigram needs 30 bytes for each
@@ -376,19 +376,11 @@ def train_on_corpus(lines: Iterable[str], vocab_size: int, model_type: str) -> S
     return SentencePieceTokenizer(train_sentencepiece(sample, vocab_size, model_type, byte_fallback=True))
 
 
-def dictionary_text(symbols: Sequence[str], counts: Mapping[str, int], reserved: int = 0, multiple: int = 8) -> str:
-    """Return the content of a dict.txt, which has a line "SYMBOL COUNT" for each symbol.
+def dictionary_text(symbols: Sequence[str], counts: Mapping[str, int], reserved: int = 0) -> str:
+    """Return the content of dict.txt for the symbols of a tokenizer; see `format_dictionary` for the arguments.
 
-    Symbol i, from 0, gets fairseq's id 4 + i. Filler symbols "madeupword0000", ... with the count 0 are appended until
-    the size of the dictionary is divisible by `multiple`, which makes matrix products faster on tensor cores. The size
-    includes fairseq's special symbols and the reserved symbols.
-
-    Args:
-        symbols: the symbols, in order. UserError is raised if one occurs twice, is a special symbol or <mask>, is
-            empty, or contains white space, since fairseq could not read it.
-        counts: how often each symbol occurs. A symbol that is not in `counts` gets the count 0.
-        reserved: the number of symbols that a task will append later, such as <mask>.
-        multiple: the number that the size must be divisible by.
+    UserError is raised if a symbol occurs twice, is a special symbol or <mask>, is empty, or contains white space,
+    since fairseq could not read it in a text.
     """
     taken = {*SPECIAL_SYMBOLS, MASK}
     for symbol in symbols:
@@ -398,9 +390,7 @@ def dictionary_text(symbols: Sequence[str], counts: Mapping[str, int], reserved:
                 "single word"
             )
         taken.add(symbol)
-    padding = -(NUM_SPECIAL + len(symbols) + reserved) % multiple
-    filler = [f"madeupword{i:04d}" for i in range(padding)]
-    return "".join(f"{symbol} {counts.get(symbol, 0)}\n" for symbol in [*symbols, *filler])
+    return format_dictionary(symbols, counts, reserved)
 
 
 def load_sentencepiece(path: Path) -> SentencePieceTokenizer:
