@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 # The forms of a pair of texts, by the models that have them.
-ROBERTA = "roberta"  # <s> A </s></s> B </s>
-DISTILBERT = "distilbert"  # <s> A </s> B </s>
-BERT = "bert"  # <s> A </s> B </s>, and the tokens behind the first </s> get an embedding of their own
-PAIR_FORMS = (ROBERTA, DISTILBERT, BERT)
+ROBERTA_PAIRS = "roberta"  # <s> A </s></s> B </s>
+DISTILBERT_PAIRS = "distilbert"  # <s> A </s> B </s>
+BERT_PAIRS = "bert"  # <s> A </s> B </s>, and the tokens behind the first </s> get an embedding of their own
+PAIR_FORMS = (ROBERTA_PAIRS, DISTILBERT_PAIRS, BERT_PAIRS)
 
 
 class Context(NamedTuple):
@@ -32,7 +32,7 @@ class Context(NamedTuple):
 NO_CONTEXT = Context()
 
 
-def first_segment_lengths(tokens: Tensor, eos: int, pair_form: str = ROBERTA, pad: int = 1) -> Tensor:
+def first_segment_lengths(tokens: Tensor, eos: int, pair_form: str = ROBERTA_PAIRS, pad: int = 1) -> Tensor:
     """Return the number of tokens in the first segment of every sequence, int64 (B,), from 1 to N.
 
     In a pair, the first segment is `<s> A </s>`. If a sequence is not a pair, its first segment is its first token: it
@@ -49,13 +49,13 @@ def second_text(tokens: Tensor, eos: int, pad: int) -> Tensor:
 
     These are the tokens of the second text of a pair in BERT's form.
     """
-    is_end = _ends_first_text(tokens, eos, BERT, pad)
+    is_end = _ends_first_text(tokens, eos, BERT_PAIRS, pad)
     return F.pad(is_end.cumsum(dim=1).gt(0), (1, 0)) & tokens.ne(pad)
 
 
 def _ends_first_text(tokens: Tensor, eos: int, pair_form: str, pad: int) -> Tensor:
     """Return True for every </s> that can end the first text of a pair, bool (B, N - 1): the first one of them does."""
     following = tokens[:, 1:]
-    if pair_form == ROBERTA:
+    if pair_form == ROBERTA_PAIRS:
         return tokens[:, :-1].eq(eos) & following.eq(eos)
     return tokens[:, :-1].eq(eos) & following.ne(pad)

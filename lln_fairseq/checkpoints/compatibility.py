@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from torch import Tensor, nn
 
 from lln_fairseq.attention import MECHANISMS, reject_layer_mechanism
-from lln_fairseq.attention.context import ROBERTA
+from lln_fairseq.attention.context import ROBERTA_PAIRS
 from lln_fairseq.checkpoints.config import (
     POSITION_OFFSET,
     STOCK_ATTENTION,
@@ -48,7 +48,7 @@ def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, p
     check_sizes(state, options, path)
     if "attention" not in options or not stored:
         return
-    for key, default in (("rotary", False), ("pair_form", ROBERTA)):
+    for key, default in (("rotary", False), ("pair_form", ROBERTA_PAIRS)):
         value = options.get(key, default)
         stored_value = stored.get(key, default)
         if value != stored_value:

@@ -18,7 +18,7 @@ from fairseq.dataclass.utils import overwrite_args_by_name
 from fairseq.models import BaseFairseqModel
 from torch import Tensor, nn
 
-from lln_fairseq.attention.context import ROBERTA, first_segment_lengths
+from lln_fairseq.attention.context import ROBERTA_PAIRS, first_segment_lengths
 from lln_fairseq.checkpoints.compatibility import check_tokenizer, is_finetuned, label_names, takes_any_inputs
 from lln_fairseq.checkpoints.pooling import POOLINGS, Pooling, pool_hidden_states, stored_pooling
 from lln_fairseq.checkpoints.reading import load_checkpoint
@@ -299,7 +299,7 @@ class TextModel(nn.Module):
         if all(len(sample) <= self.longest for sample in samples):
             return None
         eos = self.task.source_dictionary.eos()
-        pair_form = getattr(self.model.args, "pair_form", ROBERTA)  # fairseq's own model has no such option
+        pair_form = getattr(self.model.args, "pair_form", ROBERTA_PAIRS)  # fairseq's own model has no such option
         return torch.cat([first_segment_lengths(sample[None], eos, pair_form) for sample in samples])
 
     def _map_samples(

@@ -16,7 +16,7 @@ from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import Tensor, nn
 
 from lln_fairseq.attention import LAYER_REGISTRY, Attention, Context, build_layer, reject_layer_mechanism
-from lln_fairseq.attention.context import BERT, first_segment_lengths, second_text
+from lln_fairseq.attention.context import BERT_PAIRS, first_segment_lengths, second_text
 from lln_fairseq.models.layer import LLNEncoderLayer
 from lln_fairseq.models.options import attention_options
 from lln_fairseq.models.token_shards import Shard
@@ -75,7 +75,7 @@ class LLNTransformerEncoder(TransformerEncoderBase):
         cfg.encoder.layers = layers
         self.pair_form = args.pair_form
         self.second_text_embedding = None
-        if self.pair_form == BERT:
+        if self.pair_form == BERT_PAIRS:
             self.second_text_embedding = nn.Parameter(torch.zeros(embed_tokens.embedding_dim))
         self.softmax_layers = softmax_layers
         for number in range(layers):

@@ -20,7 +20,7 @@ from omegaconf import II, OmegaConf, open_dict
 from omegaconf.errors import InterpolationKeyError
 from torch import Tensor
 
-from lln_fairseq.attention.context import ROBERTA, first_segment_lengths
+from lln_fairseq.attention.context import ROBERTA_PAIRS, first_segment_lengths
 from lln_fairseq.checkpoints.compatibility import label_names, longest_sequence
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.errors import UserError, user_errors
@@ -93,7 +93,7 @@ class FirstSegmentLengths(BaseWrapperDataset):
 class ClassifierTask(SentencePredictionTask):
     """fairseq's task with another `build_model`, in a class of its own so that HookedTask's comes before it."""
 
-    pair_form = ROBERTA  # that of the model, which `build_model` sets
+    pair_form = ROBERTA_PAIRS  # that of the model, which `build_model` sets
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
         """Build the model with its head, after setting two_towers and max_positions in `cfg`, its options, in place.
@@ -107,8 +107,8 @@ class ClassifierTask(SentencePredictionTask):
             cfg.max_positions = max(self.cfg.max_positions, getattr(cfg, "max_positions", None) or 0)
             if self.cfg.two_towers or "two_towers" in cfg:
                 cfg.two_towers = self.cfg.two_towers
-        self.pair_form = getattr(cfg, "pair_form", ROBERTA)
-        if self.pair_form != ROBERTA:
+        self.pair_form = getattr(cfg, "pair_form", ROBERTA_PAIRS)
+        if self.pair_form != ROBERTA_PAIRS:
             self.cfg.separator_token = None
         model = models.build_model(cfg, self, from_checkpoint)
         model.register_classification_head(self.cfg.classification_head_name, num_classes=self.cfg.num_classes)

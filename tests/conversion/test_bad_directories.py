@@ -246,7 +246,6 @@ def test_tokenizer_with_other_special_tokens_is_rejected(name, copy_source, tmp_
 REASONS = {
     "albert": "all its layers share their parameters",
     "deberta-v2": "relative positions",
-    "distilbert": "other names",
     "gte": "rotary",
     "modernbert": "rotary",
     "mpnet": "relative positions",
@@ -267,7 +266,8 @@ def test_model_that_cannot_be_read_is_rejected_by_name(model_type, tmp_path, cap
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert (
-        f"config.json: model_type must be roberta or xlm-roberta or camembert or bert or lln_roberta, got {model_type}"
+        f"config.json: model_type must be roberta or xlm-roberta or camembert or bert or distilbert or lln_roberta, "
+        f"got {model_type}"
         in error
     )
     assert REASONS.get(model_type, "") in error
