@@ -29,9 +29,14 @@ CLASSIFIERS = {
 }
 
 
-def make_classifier(kind, folder, labels=LABELS, positions=40, **options):
-    """Save a classifier with large random weights and its tokenizer in `folder`, and return the model."""
-    make_tokenizer, tokenizer_class, config_class, sizes = CLASSIFIERS[kind]
+def make_classifier(kind, folder, labels=LABELS, positions=40, make_tokenizer=None, tokenizer=None, **options):
+    """Save a classifier with large random weights and its tokenizer in `folder`, and return the model.
+
+    `make_tokenizer` and `tokenizer`, the name of its class, replace those of the kind.
+    """
+    kinds_make_tokenizer, kinds_tokenizer, config_class, sizes = CLASSIFIERS[kind]
+    make_tokenizer = make_tokenizer or kinds_make_tokenizer
+    tokenizer_class = tokenizer or kinds_tokenizer
     rows = make_tokenizer(folder)
     settings_file = folder / "tokenizer_config.json"
     settings = json.loads(settings_file.read_text()) if settings_file.exists() else {}
