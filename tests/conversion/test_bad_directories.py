@@ -62,7 +62,7 @@ BAD_DIRECTORIES = {
     ),
     "another type": (
         lambda config, tensors, folder: config.update(model_type="gpt2"),
-        "model_type must be roberta or xlm-roberta or camembert or bert or lln_roberta, got gpt2",
+        "model_type must be roberta or xlm-roberta or camembert or bert or distilbert or lln_roberta, got gpt2",
     ),
     "a decoder": (
         lambda config, tensors, folder: config.update(is_decoder=True),
@@ -265,11 +265,8 @@ def test_model_that_cannot_be_read_is_rejected_by_name(model_type, tmp_path, cap
 
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert (
-        f"config.json: model_type must be roberta or xlm-roberta or camembert or bert or distilbert or lln_roberta, "
-        f"got {model_type}"
-        in error
-    )
+    types = "roberta or xlm-roberta or camembert or bert or distilbert or lln_roberta"
+    assert f"config.json: model_type must be {types}, got {model_type}" in error
     assert REASONS.get(model_type, "") in error
     if model_type in UNSUPPORTED_TYPES:
         assert f"got {model_type}: {UNSUPPORTED_TYPES[model_type]}\n" in error
