@@ -12,12 +12,14 @@ it, give `--tokenizer OUT` to the programs of data_prep.
 import argparse
 import dataclasses
 import json
+import re
 import shlex
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
@@ -277,7 +279,10 @@ def finetuning_command(checkpoint: Path, positions: int) -> str:
 
     The run takes the sizes and the attention from the checkpoint.
     """
-    options = [f"task.max_positions={positions}", f"checkpoint.finetune_from_model={checkpoint}"]
+    path = str(checkpoint)
+    if re.search(r"[^\w./-]", path):  # Hydra would interpret it
+        path = QuotedString(path, Quote.single).with_quotes()
+    options = [f"task.max_positions={positions}", f"checkpoint.finetune_from_model={path}"]
     return shlex.join(["lln-fairseq", "train", "--config-name", "finetune", "glue=TASK", *options])
 
 

@@ -37,7 +37,13 @@ from lln_fairseq.conversion.parameter_names import (
     head_names,
 )
 from lln_fairseq.conversion.read_tokenizer import SourceVocabulary, read_vocabulary
-from lln_fairseq.conversion.sentence_pooling import check_prompts, locate_model, read_lower_case, read_pooling
+from lln_fairseq.conversion.sentence_pooling import (
+    check_prompts,
+    locate_model,
+    note_max_length,
+    read_lower_case,
+    read_pooling,
+)
 from lln_fairseq.conversion.silence import silence
 from lln_fairseq.errors import UserError, first_line
 from lln_fairseq.models.adapt import EMBEDDING, POSITIONS, SECOND_TEXT
@@ -90,6 +96,7 @@ ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_accurate", "gelu_pytorch_tanh":
 DISTILBERT_EPS = 1e-12  # of its layer norms, which its config.json does not state
 CLASSIFIER = "ForSequenceClassification"  # ends the name of an architecture with a classification head
 LOST_HEADS = ("ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForNextSentencePrediction")
+ADAPTER = "adapter_config.json"  # of peft
 DECODER_OPTIONS = ("is_decoder", "add_cross_attention")  # true only for decoders
 
 HEADS = re.compile(r"(lm_head|cls\.predictions|vocab_\w+)\.")
@@ -113,6 +120,11 @@ def read_hugging_face_directory(directory: Path, attention: str = "") -> Importe
     """
     root, directory = locate_model(directory)
     config_file = directory / CONFIG
+    if (directory / ADAPTER).exists() and not _weight_files(directory):
+        raise UserError(
+            f"{directory} holds only an adapter ({ADAPTER}): merge it into its model (merge_and_unload of peft), and "
+            "convert the result"
+        )
     if not config_file.exists():
         raise UserError(
             f"{directory} is not a Hugging Face directory: it has no {CONFIG}{_checkpoint_advice(directory)}"
@@ -194,6 +206,7 @@ def read_hugging_face_directory(directory: Path, attention: str = "") -> Importe
         parameters[HEAD_WEIGHT] = output_layer.weight.detach()
         parameters[HEAD_BIAS] = output_layer.bias.detach()
     options["max_positions"] = len(parameters[POSITIONS]) - POSITION_OFFSET
+    notes += note_max_length(directory, options["max_positions"])
     _reorder_symbols(parameters, vocabulary)
     reference = None
     if not is_known:
@@ -299,7 +312,7 @@ def _load_model(directory: Path, model_type: str, is_classifier: bool, notes: li
 
     for index in directory.glob("*.index.json"):
         _check_index(index)
-    files = list(directory.glob("model*.safetensors")) or list(directory.glob("pytorch_model*.bin"))
+    files = _weight_files(directory)
     if not files:
         raise UserError(f"{directory} holds no weights: it needs model.safetensors or pytorch_model.bin")
     weights: dict[str, Tensor] = {}
@@ -345,6 +358,10 @@ def _load_model(directory: Path, model_type: str, is_classifier: bool, notes: li
         expected = tuple(model.state_dict()[name].shape)
         raise UserError(f"{directory}: {_without_prefix(name)} must have the shape {expected} according to {CONFIG}")
     return model.eval(), loading_info
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    return list(directory.glob("model*.safetensors")) or list(directory.glob("pytorch_model*.bin"))
 
 
 def _check_index(index: Path) -> None:

@@ -8,6 +8,7 @@ Shapes: B sequences, H heads, N tokens, D features of a head, C = H D features o
 bool tensor (B, N) that is True at padding, or None without padding.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ try:
 except ImportError:
     HAS_KERNELS = False
 
+# The names of RobertaModel.forward's arguments after attention_mask.
+ARGUMENTS = list(inspect.signature(RobertaModel.forward).parameters)[3:]
 FIRST_SEGMENT = "first_segment"
 MAX_GLOBAL_TOKENS = 128  # the largest number of global tokens of a first segment
 
@@ -319,8 +322,14 @@ class LLNRobertaModel(RobertaModel):
             **options: further arguments of RobertaModel, such as inputs_embeds.
 
         Raises:
-            ValueError: if the mask has another number of dimensions, or padding at the left.
+            ValueError: if the mask has another number of dimensions, or padding at the left, or for output_attentions
+                or a head_mask.
         """
+        given = dict(zip(ARGUMENTS, others, strict=False)) | options
+        if given.get("output_attentions") or self.config.output_attentions:
+            raise ValueError("this attention computes no matrix of weights: output_attentions is not supported")
+        if given.get("head_mask") is not None:
+            raise ValueError("this attention does not support head_mask")
         if attention_mask is None and input_ids is not None:
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
         visible = self.visible_tokens(input_ids, attention_mask, options.get("inputs_embeds"))

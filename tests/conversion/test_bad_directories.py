@@ -280,6 +280,7 @@ def test_model_that_cannot_be_read_is_rejected_by_name(model_type, tmp_path, cap
             {"model.pt": "x"},
             "it has no config.json. To convert a fairseq checkpoint, name the file, such as .*/model.pt\n",
         ),
+        ({"adapter_config.json": "{}", "adapter_model.safetensors": ""}, "in holds only an adapter .*: merge it"),
         (
             {"config.json": "{}"},
             "model_type must be roberta or .* or lln_roberta, got None",

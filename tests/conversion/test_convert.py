@@ -1,10 +1,12 @@
 """Hugging Face encoders as checkpoints of this project: the same logits and the same ids."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -24,7 +26,7 @@ from transformers import (
 from lln_fairseq import load
 from lln_fairseq.__main__ import main
 from lln_fairseq.checkpoints.reading import PLUGIN_STATE, load_checkpoint_lazily
-from lln_fairseq.conversion.convert import convert
+from lln_fairseq.conversion.convert import convert, finetuning_command
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models.adapt import EMBEDDING, POSITIONS
@@ -244,6 +246,14 @@ def test_name_with_and_without_prefix_is_rejected(copy_source, tmp_path):
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(UserError, match="with and without module"):
         convert(folder, tmp_path / "out", "softmax")
+
+
+@pytest.mark.parametrize("name", ["runs/model.pt", "my runs/a=1,b=[2]/{x}/model.pt", "it's $x/model.pt"])
+def test_printed_command_is_quoted_for_hydra(name):
+    *_, override = shlex.split(finetuning_command(Path(name), 40))
+    (parsed,) = OverridesParser.create().parse_overrides([override])
+    value = parsed.value()
+    assert getattr(value, "text", value) == name
 
 
 def test_token_type_is_added_to_positions(sources, tmp_path):
