@@ -12,6 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from torch import Tensor, nn
 
 from lln_fairseq.attention import MECHANISMS, reject_layer_mechanism
+from lln_fairseq.attention.context import ROBERTA_PAIRS
 from lln_fairseq.checkpoints.config import (
     POSITION_OFFSET,
     STOCK_ATTENTION,
@@ -29,6 +30,7 @@ from lln_fairseq.text.vocabulary import recorded_identity
 
 LENGTHS = ("max_positions", "tokens_per_sample")  # options of our tasks that state a length
 PRESET_HEADS = {name: sizes[SIZE_FIELDS.index("encoder_attention_heads")] for name, sizes in PRESETS.items()}
+ANY_INPUTS = "any"  # the entry "inputs" of the plugin's state, see `takes_any_inputs`
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +48,11 @@ def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, p
     check_sizes(state, options, path)
     if "attention" not in options or not stored:
         return
-    rotary = options.get("rotary", False)
-    stored_rotary = stored.get("rotary", False)
-    if rotary != stored_rotary:
-        logger.warning(f"{path} was trained with rotary = {stored_rotary}, here it is {rotary}")
+    for key, default in (("rotary", False), ("pair_form", ROBERTA_PAIRS)):
+        value = options.get(key, default)
+        stored_value = stored.get(key, default)
+        if value != stored_value:
+            logger.warning(f"{path} was trained with {key} = {stored_value}, here it is {value}")
     name = options["attention"]
     stored_name = stored.get("attention", STOCK_ATTENTION)
     if name != stored_name:
@@ -194,6 +197,11 @@ def label_names(task: Any) -> list[str]:
 def is_finetuned(task: Any) -> bool:
     """Return True if this is the name of a sentence prediction task, fairseq's or this project's."""
     return str(task).endswith("sentence_prediction")
+
+
+def takes_any_inputs(state: Mapping[str, Any]) -> bool:
+    """Return True for a classifier from Hugging Face, which takes texts and pairs: its files do not say which."""
+    return plugin_state(state).get("inputs") == ANY_INPUTS
 
 
 def longest_sequence(state: Mapping[str, Any]) -> int | None:

@@ -2,6 +2,8 @@
 
 import argparse
 import collections
+import functools
+import logging
 import os
 import re
 import typing
@@ -49,7 +51,12 @@ OPTIONAL_NUMBER = "val_loss"  # None if nothing was validated
 # Entries of a model's state that are not weights: seeds, and a buffer that fairseq does not initialize.
 NOT_WEIGHTS = ("_extra_state", "_float_tensor")
 
+# What DataParallel and torch.compile put into the names of a model's parameters.
+WRAPPERS = re.compile(r"^((module|_orig_mod)\.)+|(?<=\.)_orig_mod\.")
+
 PLUGIN_STATE = "lln_fairseq"  # our entry in a checkpoint's extra_state
+
+logger = logging.getLogger(__name__)
 
 
 def allow_fairseq_checkpoints() -> None:
@@ -63,10 +70,10 @@ def allow_fairseq_checkpoints() -> None:
 def load_checkpoint_lazily(path: str, mmap: bool = True) -> dict[str, Any]:
     """Load a checkpoint of fairseq to the CPU, and leave its tensors on the disk until they are used.
 
-    The entry "model" of the result is a dictionary of tensors by their names. The checksums and the configuration are
-    not checked. With `mmap` False, the tensors are read into memory at once; files in torch's format before 1.6 always
-    are. UserError is raised if the file is missing, damaged or not a checkpoint of fairseq, or if it holds classes
-    other than FAIRSEQ_CLASSES.
+    The entry "model" of the result is a dictionary of tensors by their names, without WRAPPERS, whose removal is logged
+    once per file. The checksums and the configuration are not checked. With `mmap` False, the tensors are read into
+    memory at once; files in torch's format before 1.6 always are. UserError is raised if the file is missing, damaged
+    or not a checkpoint of fairseq, or if it holds classes other than FAIRSEQ_CLASSES.
     """
     state = load_plain_data(path, mmap)
     parameters = state.get("model") if isinstance(state, dict) else None
@@ -74,7 +81,23 @@ def load_checkpoint_lazily(path: str, mmap: bool = True) -> dict[str, Any]:
         raise UserError(f"{path} is not a checkpoint of fairseq: it holds no model")
     if not all(isinstance(key, str) and isinstance(value, Tensor) for key, value in parameters.items()):
         raise UserError(f"{path} is not a checkpoint of fairseq: its model is not made of named tensors")
+    state["model"] = without_wrappers(parameters, path)
+    if state["model"].keys() != parameters.keys():
+        _report_wrappers(path)
     return state
+
+
+def without_wrappers(parameters: Mapping[str, Tensor], source: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Return the parameters under names without WRAPPERS. Raise UserError if two names become equal."""
+    renamed = {WRAPPERS.sub("", name): value for name, value in parameters.items()}
+    if len(renamed) < len(parameters):
+        raise UserError(f"{source} has parameters with and without module. or _orig_mod. in their names")
+    return renamed
+
+
+@functools.cache
+def _report_wrappers(path: str) -> None:
+    logger.warning("%s: removed module. and _orig_mod. (of DataParallel and torch.compile) from parameter names", path)
 
 
 def load_checkpoint(

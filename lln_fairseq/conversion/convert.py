@@ -1,39 +1,55 @@
-"""Convert a Hugging Face or fairseq encoder to a checkpoint of this project, with its dictionary and tokenizer.
+"""Convert a Hugging Face or fairseq model to a checkpoint of this project, with its dictionary and tokenizer.
 
     lln-fairseq convert SOURCE OUT --attention lln_diag --positions 4096
 
-SOURCE is a Hugging Face directory (RoBERTa, XLM-R or BERT), or a checkpoint of fairseq's RoBERTa with its dict.txt in
-the same directory. To fine-tune the result, run `lln-fairseq train` with `checkpoint.finetune_from_model=OUT/model.pt`.
-To encode text for it, give `--tokenizer OUT` to the programs of data_prep.
+SOURCE is a Hugging Face directory (RoBERTa, XLM-R, CamemBERT, BERT or DistilBERT), or a checkpoint of fairseq's RoBERTa
+with its dict.txt in the same directory. A classifier stays one.
+
+To fine-tune the result, run `lln-fairseq train` with `checkpoint.finetune_from_model=OUT/model.pt`. To encode text for
+it, give `--tokenizer OUT` to the programs of data_prep.
 """
 
 import argparse
+import dataclasses
+import json
+import re
 import shlex
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from lln_fairseq.attention import MECHANISMS, reject_layer_mechanism
-from lln_fairseq.checkpoints.compatibility import dictionary_hash
+from lln_fairseq.attention.context import ROBERTA_PAIRS
+from lln_fairseq.checkpoints.compatibility import ANY_INPUTS, dictionary_hash
 from lln_fairseq.checkpoints.config import POSITION_OFFSET
 from lln_fairseq.checkpoints.pooling import pooling_entries
 from lln_fairseq.checkpoints.reading import PLUGIN_STATE
 from lln_fairseq.conversion.directory import new_directory, write_large
-from lln_fairseq.conversion.encoder import DICTIONARY, HEAD, ImportedEncoder
+from lln_fairseq.conversion.encoder import DICTIONARY, HEAD, ImportedEncoder, summarize_names
 from lln_fairseq.conversion.from_fairseq import read_fairseq_checkpoint
 from lln_fairseq.conversion.from_hugging_face import read_hugging_face_directory
-from lln_fairseq.errors import UserError, user_errors
+from lln_fairseq.conversion.parameter_names import CLASSIFICATION_HEAD, HEAD_WEIGHT
+from lln_fairseq.conversion.read_tokenizer import PROBES
+from lln_fairseq.errors import UserError, first_line, user_errors
+from lln_fairseq.inference.text_model import load_text_model
 from lln_fairseq.models.adapt import ATTENTION_PARAMETERS, POSITIONS, extended_rotary_base, resize_positions
 from lln_fairseq.models.lln_roberta import LLNRobertaModel, RobertaConfig
 from lln_fairseq.tasks.masked_lm import LLNMaskedLMConfig, LLNMaskedLMTask
-from lln_fairseq.text.special_symbols import PAD, dictionary_lines
-from lln_fairseq.text.vocabulary import load_vocabulary
+from lln_fairseq.tasks.sentence_prediction import LLNSentencePredictionConfig, LLNSentencePredictionTask
+from lln_fairseq.text.labels import label_dictionary
+from lln_fairseq.text.special_symbols import BOS, EOS, PAD, dictionary_lines
+from lln_fairseq.text.tokenizers import HuggingFaceTokenizer, make_tokenizer
+from lln_fairseq.text.vocabulary import MANIFEST, Vocabulary, load_vocabulary
 
 CHECKPOINT = "model.pt"
 SEED = 1  # for the parameters that the source does not have
+TOLERANCE = 1e-4  # between the outputs of transformers and ours
+MAX_COMPARED = 512  # tokens of a text for which they are compared
 MAX_POSITIONS = 1 << 20  # a positional table of 4 GB for 1,024 features
 
 
@@ -69,12 +85,46 @@ def convert(
     with new_directory(out) as directory:
         if source.is_dir():
             encoder = read_hugging_face_directory(source, attention)
+            if encoder.reference is not None:
+                check_outputs(encoder, source)
         else:
             encoder = read_fairseq_checkpoint(source, dictionary, heads, attention)
         if positions is not None:
             change_max_positions(encoder, positions)
         write_converted_encoder(encoder, attention, directory)
     return encoder
+
+
+def check_outputs(encoder: ImportedEncoder, source: Path) -> None:
+    """Raise UserError if the source's own outputs for three texts differ from those of our model with softmax."""
+    assert encoder.reference is not None
+    with tempfile.TemporaryDirectory() as folder:
+        copy = dataclasses.replace(encoder, parameters=dict(encoder.parameters), notes=[])
+        write_converted_encoder(copy, "softmax", Path(folder))
+        text_model = load_text_model(Path(folder, CHECKPOINT))
+    rows = [[text] for text in (PROBES[0], PROBES[1], " ".join(PROBES * 10))]
+    length = min(text_model.longest, MAX_COMPARED)
+    samples = [sample[:length] for sample in text_model.ids.encode_rows(rows)]
+    tokens = nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=PAD)
+    model = text_model.model.cpu()
+    try:
+        expected = encoder.reference(tokens)
+    except Exception as error:  # it is any architecture of transformers
+        raise UserError(f"{source}: transformers cannot compute its outputs: {first_line(error)}") from error
+    with torch.no_grad():
+        actual = [model(tokens, features_only=True)[0]]
+        if HEAD_WEIGHT in encoder.parameters:
+            actual.append(model(tokens)[0])
+    real = tokens.ne(PAD)
+    for ours, theirs in zip(actual, expected, strict=False):  # without a head, there are no logits
+        difference = float("inf")
+        if ours.shape == theirs.shape:
+            difference = (ours[real] - theirs[real]).abs().max().item()
+        if not difference <= TOLERANCE:
+            raise UserError(
+                f"{source} is not a RoBERTa or BERT: its own outputs in transformers differ by {difference:.1e} "
+                f"from those of the converted model, more than {TOLERANCE:.0e}"
+            )
 
 
 def change_max_positions(encoder: ImportedEncoder, positions: int) -> None:
@@ -109,38 +159,75 @@ def change_max_positions(encoder: ImportedEncoder, positions: int) -> None:
 def write_converted_encoder(encoder: ImportedEncoder, attention: str, directory: Path) -> None:
     """Write dict.txt, the tokenizer's files and, last, model.pt to an existing directory.
 
+    For a classifier, the directory has the layout of its data: input0/dict.txt, label/dict.txt and manifest.json.
     Parameters that the attention does not have are removed from `encoder.parameters`, and notes are added, in place.
     """
-    (directory / DICTIONARY).write_text(dictionary_lines(encoder.symbols), encoding="utf-8")
-    for name, data in encoder.files.items():
+    folder = "input0/" if encoder.is_classifier else ""
+    text = dictionary_lines(encoder.symbols)
+    files = {f"{folder}{DICTIONARY}": text.encode(), **encoder.files}
+    if encoder.is_classifier:
+        tokenizer = make_tokenizer(HuggingFaceTokenizer.kind, encoder.files)
+        manifest = {"tokenizer": Vocabulary(tokenizer, text).record(folder)}
+        files[MANIFEST] = (json.dumps(manifest, indent=1) + "\n").encode()
+    if encoder.labels:
+        files[f"label/{DICTIONARY}"] = label_dictionary(encoder.labels, {}).encode()
+    for name, data in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_bytes(data)
     state = build_checkpoint(encoder, attention, directory)
     write_large(directory / CHECKPOINT, lambda path: torch.save(state, path))
 
 
 def build_checkpoint(encoder: ImportedEncoder, attention: str, data: Path) -> dict[str, Any]:
-    """Return a masked-language-model checkpoint at update 0.
+    """Return a checkpoint of a masked language model or classifier at update 0.
 
     Parameters that the source does not have are initialized with SEED; the caller's random state does not change.
 
     Args:
         encoder: the parameters and options of the model; see `load_encoder_parameters` for what changes in place.
         attention: name of the attention of the model.
-        data: a directory that holds the dict.txt of the encoder, and its tokenizer if it has one.
+        data: a directory that holds the dictionaries of the model, and its tokenizer if it has one.
     """
     positions = encoder.options["max_positions"]
-    config = LLNMaskedLMConfig(data=str(data), tokens_per_sample=positions, seed=SEED)
-    task = LLNMaskedLMTask.setup_task(config)
+    task_options: dict[str, Any] = {"_name": "lln_masked_lm", "data": ".", "tokens_per_sample": positions}
+    task: Any
+    if encoder.is_classifier:
+        task_options = classification_options(encoder)
+        config = LLNSentencePredictionConfig(**{**task_options, "_name": None, "data": str(data), "seed": SEED})
+        task = LLNSentencePredictionTask.setup_task(config)
+    else:
+        task = LLNMaskedLMTask.setup_task(LLNMaskedLMConfig(data=str(data), tokens_per_sample=positions, seed=SEED))
     options = {**encoder.options, "attention": attention}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         model = LLNRobertaModel.build_model(OmegaConf.create(options), task)
+        if encoder.is_classifier:
+            model.register_classification_head(CLASSIFICATION_HEAD, num_classes=task.cfg.num_classes)
     load_encoder_parameters(model, encoder)
-    task_options = {"_name": "lln_masked_lm", "data": ".", "tokens_per_sample": positions}
-    identity = {"dictionary": dictionary_hash(task.source_dictionary), **pooling_entries(encoder.pooling)}
+    identity: dict[str, Any] = {"dictionary": dictionary_hash(task.source_dictionary)}
+    identity |= pooling_entries(encoder.pooling)
+    if encoder.is_classifier:
+        identity["labels"] = encoder.labels
+        identity["inputs"] = ANY_INPUTS
     if encoder.files:
         identity["tokenizer"] = load_vocabulary(str(data)).identity
     return checkpoint_at_update_0(model.state_dict(), options, task_options, identity)
+
+
+def classification_options(encoder: ImportedEncoder) -> dict[str, Any]:
+    """Return the options of the task of a classifier, which cuts texts that the model cannot take."""
+    separator = EOS if encoder.options["pair_form"] == ROBERTA_PAIRS else None
+    return {
+        "_name": "lln_sentence_prediction",
+        "data": ".",
+        "num_classes": len(encoder.labels) or 1,
+        "regression_target": not encoder.labels,
+        "init_token": BOS,
+        "separator_token": separator,
+        "max_positions": encoder.options["max_positions"],
+        "shorten_method": "truncate",
+        "classification_head_name": CLASSIFICATION_HEAD,
+    }
 
 
 def checkpoint_at_update_0(
@@ -182,7 +269,7 @@ def load_encoder_parameters(model: nn.Module, encoder: ImportedEncoder) -> None:
     new = [name for name in model_state if ATTENTION_PARAMETERS in name and name not in encoder.parameters]
     if new:
         encoder.notes.append(f"new in this attention, at their initial values: {len(new)} parameters")
-    if not any(name.startswith(HEAD) for name in encoder.parameters):
+    if not encoder.is_classifier and not any(name.startswith(HEAD) for name in encoder.parameters):
         encoder.notes.append("the source has no masked-language-model head: it is initialized at random")
     nn.Module.load_state_dict(model, model_state | encoder.parameters)
 
@@ -192,8 +279,17 @@ def finetuning_command(checkpoint: Path, positions: int) -> str:
 
     The run takes the sizes and the attention from the checkpoint.
     """
-    options = [f"task.max_positions={positions}", f"checkpoint.finetune_from_model={checkpoint}"]
+    path = str(checkpoint)
+    if re.search(r"[^\w./-]", path):  # Hydra would interpret it
+        path = QuotedString(path, Quote.single).with_quotes()
+    options = [f"task.max_positions={positions}", f"checkpoint.finetune_from_model={path}"]
     return shlex.join(["lln-fairseq", "train", "--config-name", "finetune", "glue=TASK", *options])
+
+
+def classifier_description(encoder: ImportedEncoder) -> str:
+    if not encoder.labels:
+        return "a regression of texts and pairs"
+    return f"a classifier of texts and pairs with {len(encoder.labels)} labels: {summarize_names(encoder.labels, 8)}"
 
 
 def main(argv: list[str]) -> None:
@@ -222,5 +318,8 @@ def main(argv: list[str]) -> None:
     for note in encoder.notes:
         print(note)
     checkpoint = args.out / CHECKPOINT
+    if encoder.is_classifier:
+        print(f"wrote {checkpoint}, {classifier_description(encoder)}")
+        return
     print(f"wrote {checkpoint}; to fine-tune it, with TASK one of configs/glue:")
     print(finetuning_command(checkpoint, encoder.options["max_positions"]))

@@ -4,9 +4,9 @@
 
 A pre-trained model becomes a masked language model, a fine-tuned model a sequence classifier, and a converted encoder
 without a language-model head an encoder for `SentenceTransformer(OUT)`. With softmax attention the result is a stock
-RoBERTa. The attentions lln, lln_diag and block_diag, rotary positions and layer norms before the blocks come with their
-own code, which you load with `AutoModel.from_pretrained(OUT, trust_remote_code=True)`. --onnx adds model.onnx, and
---int8 also model_quantized.onnx with 8-bit weights.
+RoBERTa. The attentions lln, lln_diag and block_diag, rotary positions, layer norms before the blocks and DistilBERT's
+classification head come with their own code, which you load with `AutoModel.from_pretrained(OUT,
+trust_remote_code=True)`. --onnx adds model.onnx, and --int8 also model_quantized.onnx with 8-bit weights.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lln_fairseq.attention.context import ROBERTA_PAIRS
 from lln_fairseq.checkpoints.compatibility import check_tokenizer, label_names
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION
 from lln_fairseq.checkpoints.pooling import Pooling, pool_hidden_states, stored_pooling
@@ -51,7 +52,12 @@ from lln_fairseq.text.tokenizers import TOKENIZER_FILES, make_tokenizer
 from lln_fairseq.text.vocabulary import Vocabulary, vocabulary_identity
 
 # Options of this project's models that fairseq's own RoBERTa does not have, with the values that it uses.
-STOCK_OPTIONS = {"attention": STOCK_ATTENTION, "softmax_layers": None, "layer_norm_eps": 1e-5}
+STOCK_OPTIONS = {
+    "attention": STOCK_ATTENTION,
+    "softmax_layers": None,
+    "layer_norm_eps": 1e-5,
+    "pair_form": ROBERTA_PAIRS,
+}
 NEVER = -100.0  # the bias of a token that is never predicted
 
 
@@ -92,8 +98,8 @@ def export(
             data_directory = str(data)
         model, task = load_model(str(checkpoint), data_directory, dictionaries_only=True)
         state = load_checkpoint_lazily(str(checkpoint))
-        head, labels = _classification_head(model, task)
         args = _model_options(model)
+        head, labels = _classification_head(model, task, args.pair_form)
         options = attention_options(args.attention, args)
         pooling = None
         if not head:
@@ -109,7 +115,8 @@ def export(
             vocabulary = Vocabulary(make_tokenizer(kind, source_files), dictionary_lines(symbols[NUM_SPECIAL:]))
             if vocabulary.missing:
                 lines.append(vocabulary.missing_message())
-            files = convert_tokenizer(vocabulary, longest_exported_sequence(exported.config))
+            positions = longest_exported_sequence(exported.config)
+            files = convert_tokenizer(vocabulary, positions, args.pair_form)
             new_rows = count_ids(files) - vocabulary.size
             if new_rows > 0:
                 _add_unknown_rows(model, new_rows)
@@ -140,7 +147,7 @@ def export(
     return lines
 
 
-def _classification_head(model: Any, task: Any) -> tuple[str, tuple[str, ...]]:
+def _classification_head(model: Any, task: Any, pair_form: str) -> tuple[str, tuple[str, ...]]:
     """Return the name of a fine-tuned model's classification head and its labels; ("", ()) if the task has no head.
 
     Raises UserError if the model does not have the head of its task, or was trained on texts without the special tokens
@@ -152,7 +159,7 @@ def _classification_head(model: Any, task: Any) -> tuple[str, tuple[str, ...]]:
     if name not in model.classification_heads:
         raise UserError(f"the model has no classification head {name}")
     exported = {"init_token": BOS, "strip_eos": False}
-    if Path(task.cfg.data, "input1").is_dir():
+    if Path(task.cfg.data, "input1").is_dir() and pair_form == ROBERTA_PAIRS:
         exported["separator_token"] = EOS
     for option, value in exported.items():
         trained = getattr(task.cfg, option, value)

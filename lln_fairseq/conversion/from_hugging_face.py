@@ -1,12 +1,15 @@
-"""Read the encoder of a Hugging Face RoBERTa, XLM-R or BERT directory, or of one that `lln-fairseq export` wrote.
+"""Read a Hugging Face RoBERTa, BERT or DistilBERT directory, or one that `lln-fairseq export` wrote.
 
 A BERT becomes a RoBERTa in two steps: the embedding of token type 0, which every token has in this project, is added to
-the positional embeddings, and row p of their table moves to p + 2.
+the positional embeddings, and row p of their table moves to p + 2. In a classifier, the tokens of a second text get
+the difference to token type 1.
 """
 
 import dataclasses
 import re
+import tempfile
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +17,50 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.attention import MECHANISMS
+from lln_fairseq.attention.context import BERT_PAIRS
 from lln_fairseq.checkpoints.config import POSITION_OFFSET
-from lln_fairseq.checkpoints.reading import check_weights, load_plain_data, verify_checksums
+from lln_fairseq.checkpoints.reading import check_weights, load_plain_data, verify_checksums, without_wrappers
 from lln_fairseq.conversion.directory import CONFIG, read_json
-from lln_fairseq.conversion.encoder import HEAD, ImportedEncoder, choose_pooling, summarize_names
+from lln_fairseq.conversion.encoder import HEAD, ImportedEncoder, choose_pooling, require_shapes, summarize_names
 from lln_fairseq.conversion.parameter_names import (
     ATTENTION_PREFIX,
+    BERT,
+    DISTILBERT,
     ENCODER,
     HEAD_BIAS,
     HEAD_WEIGHT,
+    ROBERTA,
     TOKEN_TYPES,
     ModelSizes,
+    classifier_names,
     encoder_names,
     head_names,
 )
 from lln_fairseq.conversion.read_tokenizer import SourceVocabulary, read_vocabulary
-from lln_fairseq.conversion.sentence_pooling import check_prompts, locate_model, read_lower_case, read_pooling
+from lln_fairseq.conversion.sentence_pooling import (
+    check_prompts,
+    locate_model,
+    note_max_length,
+    read_lower_case,
+    read_pooling,
+)
 from lln_fairseq.conversion.silence import silence
 from lln_fairseq.errors import UserError, first_line
-from lln_fairseq.models.adapt import EMBEDDING, POSITIONS
+from lln_fairseq.models.adapt import EMBEDDING, POSITIONS, SECOND_TEXT
+from lln_fairseq.text.labels import label_dictionary
 from lln_fairseq.text.special_symbols import PAD
 
-BERT = "bert"
 OURS = "lln_roberta"  # the models that `lln-fairseq export` writes with code
-MODEL_TYPES = ("roberta", "xlm-roberta", BERT, OURS)
+MODEL_TYPES = (ROBERTA, "xlm-roberta", "camembert", BERT, DISTILBERT, OURS)
+# What the configuration of any other model must have to be tried.
+SETTINGS = (
+    "num_attention_heads",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "layer_norm_eps",
+    "pad_token_id",
+    "tie_word_embeddings",
+)
 ROTARY = "its positions are only rotary, and this project's models also add a learned embedding to each position"
 RELATIVE = "its attention has relative positions, and this project's models add a learned embedding to each position"
 CAUSAL = "it is a decoder, whose tokens see only the tokens before them"
@@ -48,7 +71,6 @@ UNSUPPORTED_TYPES = {
     "albert": "all its layers share their parameters, and its embeddings are narrower than its layers",
     "deberta": RELATIVE,
     "deberta-v2": RELATIVE,
-    "distilbert": "its parameters have other names, which are not read",
     "electra": "its embeddings can be narrower than its layers, and its parameters have other names",
     "eurobert": ROTARY,
     "gemma3_text": CAUSAL,
@@ -71,18 +93,25 @@ UNSUPPORTED_TYPES = {
 }
 # Hugging Face's activations by fairseq's names.
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_accurate", "gelu_pytorch_tanh": "gelu_accurate", "relu": "relu"}
+DISTILBERT_EPS = 1e-12  # of its layer norms, which its config.json does not state
+CLASSIFIER = "ForSequenceClassification"  # ends the name of an architecture with a classification head
+LOST_HEADS = ("ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForNextSentencePrediction")
+ADAPTER = "adapter_config.json"  # of peft
 DECODER_OPTIONS = ("is_decoder", "add_cross_attention")  # true only for decoders
 
-HEADS = re.compile(r"(lm_head|cls\.predictions)\.")
+HEADS = re.compile(r"(lm_head|cls\.predictions|vocab_\w+)\.")
 # Parts of the model in which every parameter must be known. Other parts are heads for other tasks.
-CONVERTED_PARTS = re.compile(r"(embeddings|encoder|lm_head|cls\.predictions)\.")
+CONVERTED_PARTS = re.compile(r"(embeddings|encoder|transformer|lm_head|cls\.predictions|vocab_\w+)\.")
+CLASSIFIER_PARTS = re.compile(r"(embeddings|encoder|transformer|pooler|pre_classifier|classifier)\.")
 
 
 def read_hugging_face_directory(directory: Path, attention: str = "") -> ImportedEncoder:
-    """Read the encoder in a Hugging Face directory, with its tokenizer and, if it has one, its language-model head.
+    """Read the encoder in a Hugging Face directory, with its tokenizer and its head.
 
-    The rows of the embedding are put in the order of fairseq's ids. Heads for other tasks are left out, with a note.
-    `directory` can also be a model of sentence-transformers, see `locate_model`. An exported model keeps the options
+    This is a language-model head, or a classification head if the architecture in config.json has one. The rows of the
+    embedding are put in the order of fairseq's ids. Parts for other tasks are left out, with a note.
+    `directory` can also be a model of sentence-transformers, see `locate_model`. The outputs of an architecture that is
+    not one of MODEL_TYPES must still be compared, see `ImportedEncoder.reference`. An exported model keeps the options
     and the parameters of its attention only if that is `attention`, the attention of the converted model.
 
     Raises:
@@ -91,34 +120,41 @@ def read_hugging_face_directory(directory: Path, attention: str = "") -> Importe
     """
     root, directory = locate_model(directory)
     config_file = directory / CONFIG
+    if (directory / ADAPTER).exists() and not _weight_files(directory):
+        raise UserError(
+            f"{directory} holds only an adapter ({ADAPTER}): merge it into its model (merge_and_unload of peft), and "
+            "convert the result"
+        )
     if not config_file.exists():
         raise UserError(
             f"{directory} is not a Hugging Face directory: it has no {CONFIG}{_checkpoint_advice(directory)}"
         )
     stated_config = read_json(config_file)
     _check_architecture(stated_config, config_file)
-    model, loading_info = _load_model(directory, stated_config["model_type"])
+    is_classifier = _has_classification_head(stated_config, config_file)
+    notes: list[str] = []
+    model, loading_info = _load_model(directory, stated_config["model_type"], is_classifier, notes)
     config = model.config
-    bert = config.model_type == BERT
+    is_known = config.model_type in MODEL_TYPES
     is_ours = config.model_type == OURS
-    sizes = ModelSizes(
-        vocabulary=config.vocab_size,
-        positions=config.max_position_embeddings,
-        features=config.hidden_size,
-        ffn_features=config.intermediate_size,
-        layers=config.num_hidden_layers,
-        pre_norm=is_ours and config.normalize_before,
-        embedding_norm=not is_ours or config.normalize_embedding,
-    )
+    sizes = _read_sizes(config)
+    labels: list[str] = []
+    if is_classifier:
+        labels = _read_labels(config, config_file)
     pooling = read_pooling(root, sizes.features)
     prompt_notes = check_prompts(root)
     lower_case = read_lower_case(directory)
 
     tensors = {_without_prefix(name): value for name, value in model.state_dict().items()}
-    names = list(encoder_names(sizes))
+    family = ROBERTA
+    if config.model_type in (BERT, DISTILBERT):
+        family = config.model_type
+    elif "cls.predictions.bias" in tensors:
+        family = BERT
+    names = list(encoder_names(sizes, family))
     missing = {_without_prefix(name) for name in loading_info["missing_keys"]}
-    head = list(head_names(sizes, bert))
-    has_head = any(name.hugging_face not in missing for name in head)
+    head = list(head_names(sizes, family))
+    has_head = not is_classifier and any(name.hugging_face not in missing for name in head)
     if has_head:
         names += head
     else:
@@ -126,11 +162,19 @@ def read_hugging_face_directory(directory: Path, attention: str = "") -> Importe
     lost = sorted(missing - {TOKEN_TYPES})
     if lost:
         raise UserError(f"{directory} lacks {summarize_names(lost)}")
-    notes = _note_unused_tensors(loading_info["unexpected_keys"], directory)
+    if not is_known:
+        shapes = {name.hugging_face: name.shape for name in names}
+        shapes[TOKEN_TYPES] = (config.type_vocab_size, sizes.features)
+        require_shapes(tensors, shapes, directory, CONFIG)
+    converted_parts = CLASSIFIER_PARTS if is_classifier else CONVERTED_PARTS
+    notes += _note_unused_tensors(loading_info["unexpected_keys"], converted_parts, directory)
     notes += prompt_notes
-    pooling = choose_pooling(pooling, has_head, notes)
+    pooling = choose_pooling(pooling, has_head or is_classifier, notes)
 
-    vocabulary = read_vocabulary(directory, sizes.vocabulary, lower_case)
+    token_types = tensors.get(TOKEN_TYPES)
+    if token_types is None or TOKEN_TYPES in missing:
+        token_types = torch.zeros(1, sizes.features)
+    vocabulary = read_vocabulary(directory, sizes.vocabulary, lower_case, len(token_types) > 1)
     if lower_case:
         notes.append("texts are put into lower case, as do_lower_case says")
 
@@ -139,57 +183,167 @@ def read_hugging_face_directory(directory: Path, attention: str = "") -> Importe
     if is_ours and config.attention == attention:
         parameters |= _attention_parameters(tensors)
         options |= _attention_options(config)
+    if is_classifier:
+        for fairseq, hugging_face in classifier_names(family=family).items():
+            parameters[fairseq] = tensors[hugging_face]
+        options |= _classifier_options(config)
+        if vocabulary.pair_form is None:
+            raise UserError(
+                f"{directory}: the tokenizer must give a pair BERT's token types, 0 for the first text and 1 for the "
+                "second"
+            )
+        options["pair_form"] = vocabulary.pair_form
+        if vocabulary.pair_form == BERT_PAIRS:
+            parameters[SECOND_TEXT] = token_types[1] - token_types[0]
     unused_rows = 0
-    if not bert:  # RoBERTa counts positions from the id of the padding
+    if family == ROBERTA:  # RoBERTa counts positions from the id of the padding
         _check_padding(config.pad_token_id, vocabulary.order[PAD], directory)
         unused_rows = vocabulary.order[PAD] + 1
-    if TOKEN_TYPES in missing:
-        tensors[TOKEN_TYPES].zero_()
-    _convert_positions(parameters, tensors[TOKEN_TYPES][0], unused_rows, directory)
+    _convert_positions(parameters, token_types[0], unused_rows, directory)
     if has_head and not config.tie_word_embeddings:
         options["untie_weights_roberta"] = True
         output_layer = model.get_output_embeddings()
         parameters[HEAD_WEIGHT] = output_layer.weight.detach()
         parameters[HEAD_BIAS] = output_layer.bias.detach()
     options["max_positions"] = len(parameters[POSITIONS]) - POSITION_OFFSET
+    notes += note_max_length(directory, options["max_positions"])
     _reorder_symbols(parameters, vocabulary)
-    return ImportedEncoder(parameters, options, vocabulary.symbols, vocabulary.files, notes, pooling)
+    reference = None
+    if not is_known:
+        reference = partial(_own_outputs, model, torch.tensor(vocabulary.order))
+    return ImportedEncoder(
+        parameters,
+        options,
+        vocabulary.symbols,
+        vocabulary.files,
+        notes,
+        pooling,
+        reference,
+        is_classifier,
+        labels,
+    )
 
 
-def _load_model(directory: Path, model_type: str) -> tuple[Any, dict[str, Any]]:
-    """Load a masked language model in float32 and evaluation mode, with what transformers reports about the file.
+@torch.no_grad()
+def _own_outputs(model: Any, order: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `ImportedEncoder.reference` with a model of transformers. `order` is that of `SourceVocabulary`, (V,)."""
+    outputs = model(input_ids=order[tokens], attention_mask=tokens.ne(PAD).long(), output_hidden_states=True)
+    return outputs.hidden_states[-1], outputs.logits[..., order]
 
-    Parameters that the file lacks are random. The code in an exported model's directory is not used. Raises UserError
-    if the weights are damaged or too small for config.json.
+
+def _has_classification_head(config: dict[str, Any], path: Path) -> bool:
+    """Return True if a config.json, read from `path`, names an architecture that classifies texts.
+
+    The names of tensors do not show it: a multiple-choice head has those of a classifier with one label. UserError is
+    raised if the architecture has a head of LOST_HEADS, or is a classifier that is not one of MODEL_TYPES.
+    """
+    architectures = [str(name) for name in config.get("architectures") or ()]
+    for name in architectures:
+        if name.endswith(LOST_HEADS):
+            raise UserError(
+                f"{path}: {name} has a head that cannot be kept. Encoders, masked language models and "
+                f"{CLASSIFIER} can be converted"
+            )
+    is_classifier = any(name.endswith(CLASSIFIER) for name in architectures)
+    if is_classifier and config["model_type"] not in MODEL_TYPES:
+        raise UserError(
+            f"{path}: a classifier must have the model_type {' or '.join(MODEL_TYPES)}, got {architectures}"
+        )
+    return is_classifier
+
+
+def _read_labels(config: Any, path: Path) -> list[str]:
+    """Return the names of a classifier's classes in the order of its outputs, or an empty list for a regression.
+
+    Without a problem_type, a model with one output is a regression, as in transformers. UserError is raised for several
+    labels of a text, or names that a label dictionary cannot hold. `path` is that of config.json.
+    """
+    problem = config.problem_type
+    if problem == "multi_label_classification":
+        raise UserError(f"{path}: problem_type is {problem}, but a classifier gives a text one label here")
+    is_regression = problem == "regression" or (problem is None and config.num_labels == 1)
+    if is_regression != (config.num_labels == 1):
+        raise UserError(f"{path}: problem_type is {problem}, but the model has {config.num_labels} outputs")
+    if is_regression:
+        return []
+    labels = [str(config.id2label.get(number, "")) for number in range(config.num_labels)]
+    try:
+        label_dictionary(labels, {})
+    except UserError as error:
+        raise UserError(f"{path}: id2label: {error}") from error
+    return labels
+
+
+def _read_sizes(config: Any) -> ModelSizes:
+    """Return the sizes that a configuration of transformers states."""
+    is_ours = config.model_type == OURS
+    return ModelSizes(
+        vocabulary=config.vocab_size,
+        positions=config.max_position_embeddings,
+        features=config.hidden_size,
+        ffn_features=config.hidden_dim if config.model_type == DISTILBERT else config.intermediate_size,
+        layers=config.num_hidden_layers,
+        pre_norm=is_ours and config.normalize_before,
+        embedding_norm=not is_ours or config.normalize_embedding,
+    )
+
+
+def _load_model(directory: Path, model_type: str, is_classifier: bool, notes: list[str]) -> tuple[Any, dict[str, Any]]:
+    """Load a classifier or masked language model in float32 and evaluation mode, with transformers' loading report.
+
+    Parameters that the file lacks are random. The code in an exported model's directory is not used. A note is added if
+    the parameters' names had the prefixes of DataParallel or torch.compile. Raises UserError if the weights are damaged
+    or too small for config.json.
     """
     import transformers  # here, because importing it takes seconds
+    from safetensors.torch import save_file
 
     config_class: Any = transformers.AutoConfig
     model_class: Any = transformers.AutoModelForMaskedLM
+    if is_classifier:
+        model_class = transformers.AutoModelForSequenceClassification
     if model_type == OURS:
         from lln_fairseq.conversion import modeling_lln_roberta as modeling
 
         config_class = modeling.LLNRobertaConfig
         model_class = modeling.LLNRobertaForMaskedLM
+        if is_classifier:
+            model_class = modeling.LLNRobertaForSequenceClassification
 
     for index in directory.glob("*.index.json"):
         _check_index(index)
-    files = list(directory.glob("model*.safetensors")) or list(directory.glob("pytorch_model*.bin"))
+    files = _weight_files(directory)
     if not files:
         raise UserError(f"{directory} holds no weights: it needs model.safetensors or pytorch_model.bin")
+    weights: dict[str, Tensor] = {}
+    is_wrapped = False
     for file in files:
-        _check_file(file)
+        tensors = _read_weights(file)
+        unwrapped = without_wrappers(tensors, file)
+        is_wrapped |= unwrapped.keys() != tensors.keys()
+        weights |= unwrapped
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     try:
-        with silence():
+        with silence(), tempfile.TemporaryDirectory() as copy:
             config = config_class.from_pretrained(directory, **options)
-            layer = 4 * config.hidden_size**2 + 2 * config.hidden_size * config.intermediate_size
-            rows = config.vocab_size + config.max_position_embeddings
-            num_parameters = rows * config.hidden_size + config.num_hidden_layers * layer
+            lacking = [name for name in SETTINGS if not hasattr(config, name)]
+            if lacking and model_type not in MODEL_TYPES:
+                raise ValueError(f"a configuration of {model_type} has no {lacking[0]}")
+            sizes = _read_sizes(config)
+            layer = 4 * sizes.features**2 + 2 * sizes.features * sizes.ffn_features
+            num_parameters = (sizes.vocabulary + sizes.positions) * sizes.features + sizes.layers * layer
             if num_parameters > sum(file.stat().st_size for file in files):  # before so much memory is allocated
                 raise ValueError(f"the sizes in {CONFIG} make {num_parameters} parameters, more than the files hold")
+            place = directory
+            if is_wrapped:
+                contiguous = torch.contiguous_format
+                weights = {name: value.clone(memory_format=contiguous) for name, value in weights.items()}
+                save_file(weights, Path(copy, "model.safetensors"))
+                place = Path(copy)
+                notes.append("removed module. and _orig_mod. (of DataParallel and torch.compile) from parameter names")
+            del weights, tensors, unwrapped
             model, loading_info = model_class.from_pretrained(
-                directory,
+                place,
                 config=config,
                 dtype=torch.float32,
                 output_loading_info=True,
@@ -206,6 +360,10 @@ def _load_model(directory: Path, model_type: str) -> tuple[Any, dict[str, Any]]:
     return model.eval(), loading_info
 
 
+def _weight_files(directory: Path) -> list[Path]:
+    return list(directory.glob("model*.safetensors")) or list(directory.glob("pytorch_model*.bin"))
+
+
 def _check_index(index: Path) -> None:
     """Raise UserError if an index lists a file that is missing, or outside its directory, where anything may lie."""
     weight_map = read_json(index).get("weight_map")
@@ -219,7 +377,7 @@ def _check_index(index: Path) -> None:
             raise UserError(f"{index} lists {file.name}, which does not exist: download it too")
 
 
-def _check_file(file: Path) -> None:
+def _read_weights(file: Path) -> dict[str, Tensor]:
     """Load the whole file and check the parts that are converted: transformers would accept integers, for example."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -232,17 +390,20 @@ def _check_file(file: Path) -> None:
     else:
         tensors = load_plain_data(str(file))
         verify_checksums(str(file))
+    tensors = {str(name): value for name, value in tensors.items() if isinstance(value, Tensor)}
     weights = {}
-    for name, value in tensors.items():
-        name = _without_prefix(str(name))
-        if isinstance(value, Tensor) and CONVERTED_PARTS.match(name) and not name.endswith("_ids"):
+    for name, value in without_wrappers(tensors, file).items():
+        name = _without_prefix(name)
+        is_converted = CONVERTED_PARTS.match(name) or CLASSIFIER_PARTS.match(name)
+        if is_converted and not name.endswith("_ids"):
             weights[name] = value
     check_weights(weights, file)
+    return tensors
 
 
 def _without_prefix(name: str) -> str:
     """Return a parameter's name without the name of the model in front of it."""
-    return re.sub(r"^(roberta|bert)\.", "", name)
+    return re.sub(r"^(roberta\.|bert\.|distilbert\.|\w+\.(?=(embeddings|encoder|pooler)\.))", "", name)
 
 
 def _check_padding(stated: int | None, padding: int, directory: Path) -> None:
@@ -264,9 +425,9 @@ def _checkpoint_advice(directory: Path) -> str:
 def _check_architecture(config: dict[str, Any], path: Path) -> None:
     """Raise UserError if config.json, read from `path`, describes a model that fairseq's RoBERTa cannot represent."""
     model_type = config.get("model_type")
-    if model_type not in MODEL_TYPES:
+    if not isinstance(model_type, str) or model_type in UNSUPPORTED_TYPES:
         reason = ""
-        if isinstance(model_type, str) and model_type in UNSUPPORTED_TYPES:
+        if isinstance(model_type, str):
             reason = f": {UNSUPPORTED_TYPES[model_type]}"
         raise UserError(f"{path}: model_type must be {' or '.join(MODEL_TYPES)}, got {model_type}{reason}")
     for option in DECODER_OPTIONS:
@@ -276,30 +437,52 @@ def _check_architecture(config: dict[str, Any], path: Path) -> None:
     if position_type != "absolute":
         raise UserError(f"{path}: position_embedding_type must be absolute, got {position_type}")
     activations = ["gelu"]  # fairseq's head uses the model's activation; Hugging Face's always uses gelu
-    if model_type == BERT:
+    if model_type in (BERT, DISTILBERT):
         activations = list(ACTIVATIONS)
-    activation = str(config.get("hidden_act", "gelu"))
+    option = "activation" if model_type == DISTILBERT else "hidden_act"
+    activation = str(config.get(option, "gelu"))
     if activation not in activations:
-        raise UserError(f"{path}: hidden_act must be {' or '.join(activations)}, got {activation}")
+        raise UserError(f"{path}: {option} must be {' or '.join(activations)}, got {activation}")
 
 
 def _read_options(config: Any, sizes: ModelSizes) -> dict[str, Any]:
     """Return the options of LLNRobertaModel that a configuration of transformers states."""
     options = {
-        "encoder_layers": config.num_hidden_layers,
-        "encoder_embed_dim": config.hidden_size,
-        "encoder_ffn_embed_dim": config.intermediate_size,
+        "encoder_layers": sizes.layers,
+        "encoder_embed_dim": sizes.features,
+        "encoder_ffn_embed_dim": sizes.ffn_features,
         "encoder_attention_heads": config.num_attention_heads,
-        "activation_fn": ACTIVATIONS[config.hidden_act],
-        "dropout": config.hidden_dropout_prob,
-        "attention_dropout": config.attention_probs_dropout_prob,
-        "layer_norm_eps": config.layer_norm_eps,
         "encoder_normalize_before": sizes.pre_norm,
         "layernorm_embedding": sizes.embedding_norm,
     }
+    if config.model_type == DISTILBERT:
+        options["activation_fn"] = ACTIVATIONS[config.activation]
+        options["dropout"] = config.dropout
+        options["attention_dropout"] = config.attention_dropout
+        options["layer_norm_eps"] = DISTILBERT_EPS
+    else:
+        options["activation_fn"] = ACTIVATIONS[config.hidden_act]
+        options["dropout"] = config.hidden_dropout_prob
+        options["attention_dropout"] = config.attention_probs_dropout_prob
+        options["layer_norm_eps"] = config.layer_norm_eps
     if config.model_type == OURS and config.rotary_base is not None:
         options["rotary"] = True
         options["rotary_base"] = config.rotary_base
+    return options
+
+
+def _classifier_options(config: Any) -> dict[str, Any]:
+    """Return the options of LLNRobertaModel for the classification head.
+
+    In training, this project applies the dropout of the head also to its input.
+    """
+    if config.model_type == DISTILBERT:
+        return {"pooler_activation_fn": "relu", "pooler_dropout": config.seq_classif_dropout}
+    options = {"pooler_dropout": config.classifier_dropout}
+    if config.classifier_dropout is None:
+        options["pooler_dropout"] = config.hidden_dropout_prob
+    if config.model_type == OURS:
+        options["pooler_activation_fn"] = config.classifier_activation
     return options
 
 
@@ -322,14 +505,14 @@ def _attention_parameters(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return parameters
 
 
-def _note_unused_tensors(unexpected: Iterable[str], directory: Path) -> list[str]:
-    """Return a note that lists the heads for other tasks, or an empty list if there are none.
+def _note_unused_tensors(unexpected: Iterable[str], converted: re.Pattern[str], directory: Path) -> list[str]:
+    """Return a note that lists the parts for other tasks, or an empty list if there are none.
 
-    `unexpected` are the tensors that the model does not have. Raises UserError if the encoder or the language-model
-    head has one of them.
+    `unexpected` are the tensors that the model does not have. Raises UserError if a part that `converted` matches has
+    one of them, apart from RoBERTa's pooler, which its classifier does not use.
     """
     unused = sorted(_without_prefix(name) for name in unexpected)
-    unknown = [name for name in unused if CONVERTED_PARTS.match(name)]
+    unknown = [name for name in unused if converted.match(name) and not name.startswith("pooler.")]
     if unknown:
         raise UserError(f"{directory} is not a RoBERTa or BERT: unexpected parameters {summarize_names(unknown)}")
     heads = set()

@@ -23,8 +23,8 @@ APPROXIMATE = (
 )
 
 SEGMENTS = (
-    " - pairs: the first text ends with two adjacent `</s>`, and its tokens are global. Cut pairs with the tokenizer\n"
-    "   (`truncation=True`), which keeps both. If you cut off the end of its result, only one token may be global."
+    " - pairs: the first text ends with its first `</s>`, and its tokens are global. Cut pairs with the tokenizer\n"
+    "   (`truncation=True`), which keeps it. If you cut off the end of its result, only one token may be global."
 )
 
 

@@ -8,13 +8,14 @@ Shapes: B sequences, H heads, N tokens, D features of a head, C = H D features o
 bool tensor (B, N) that is True at padding, or None without padding.
 """
 
+import inspect
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import RobertaConfig, RobertaForMaskedLM, RobertaForSequenceClassification, RobertaModel
-from transformers.models.roberta.modeling_roberta import RobertaSelfAttention
+from transformers.models.roberta.modeling_roberta import RobertaClassificationHead, RobertaSelfAttention
 from transformers.models.roberta_prelayernorm.modeling_roberta_prelayernorm import (
     RobertaPreLayerNormAttention,
     RobertaPreLayerNormIntermediate,
@@ -45,6 +46,8 @@ try:
 except ImportError:
     HAS_KERNELS = False
 
+# The names of RobertaModel.forward's arguments after attention_mask.
+ARGUMENTS = list(inspect.signature(RobertaModel.forward).parameters)[3:]
 FIRST_SEGMENT = "first_segment"
 MAX_GLOBAL_TOKENS = 128  # the largest number of global tokens of a first segment
 
@@ -71,6 +74,8 @@ class LLNRobertaConfig(RobertaConfig):
         normalize_before: apply layer norm before the attention and the feed-forward part of a layer, and after the last
             layer, instead of after both.
         normalize_embedding: apply layer norm after the embeddings.
+        pair_form: "roberta" for pairs `<s> A </s></s> B </s>`, "bert" or "distilbert" for one </s> between the texts.
+        classifier_activation: the activation of the classification head, "tanh" or "relu".
         **options: the options of RobertaConfig.
     """
 
@@ -92,6 +97,8 @@ class LLNRobertaConfig(RobertaConfig):
         rotary_base: float | None = None,
         normalize_before: bool = False,
         normalize_embedding: bool = True,
+        pair_form: str = "roberta",
+        classifier_activation: str = "tanh",
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -109,6 +116,8 @@ class LLNRobertaConfig(RobertaConfig):
         self.rotary_base = rotary_base
         self.normalize_before = normalize_before
         self.normalize_embedding = normalize_embedding
+        self.pair_form = pair_form
+        self.classifier_activation = classifier_activation
 
 
 class LLNSelfAttention(RobertaSelfAttention):
@@ -313,8 +322,14 @@ class LLNRobertaModel(RobertaModel):
             **options: further arguments of RobertaModel, such as inputs_embeds.
 
         Raises:
-            ValueError: if the mask has another number of dimensions, or padding at the left.
+            ValueError: if the mask has another number of dimensions, or padding at the left, or for output_attentions
+                or a head_mask.
         """
+        given = dict(zip(ARGUMENTS, others, strict=False)) | options
+        if given.get("output_attentions") or self.config.output_attentions:
+            raise ValueError("this attention computes no matrix of weights: output_attentions is not supported")
+        if given.get("head_mask") is not None:
+            raise ValueError("this attention does not support head_mask")
         if attention_mask is None and input_ids is not None:
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
         visible = self.visible_tokens(input_ids, attention_mask, options.get("inputs_embeds"))
@@ -347,7 +362,8 @@ class LLNRobertaModel(RobertaModel):
         rows = attention_mask[:, None]
         if self.config.global_tokens == FIRST_SEGMENT:
             eos = self.config.eos_token_id
-            rows = mark_first_segments(input_ids, attention_mask, eos)  # type: ignore[arg-type]
+            has_two_separators = self.config.pair_form == "roberta"
+            rows = mark_first_segments(input_ids, attention_mask, eos, has_two_separators)  # type: ignore[arg-type]
         return rows[:, None].bool()
 
     def get_extended_attention_mask(self, attention_mask: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -367,16 +383,19 @@ def require_right_padding(attention_mask: Tensor) -> None:
         raise ValueError("this attention needs padding at the right: set tokenizer.padding_side = 'right'")
 
 
-def mark_first_segments(input_ids: Tensor | None, attention_mask: Tensor, eos: int) -> Tensor:
+def mark_first_segments(
+    input_ids: Tensor | None, attention_mask: Tensor, eos: int, has_two_separators: bool = True
+) -> Tensor:
     """Return the attention mask with a second row, which is 1 in the first segment of a sequence: int64 (B, 2, N).
 
-    In a pair, `<s> A </s></s> B </s>`, the first segment ends with the first of the two adjacent </s>. Without two
-    adjacent </s> it is the first token.
+    In a pair, `<s> A </s></s> B </s>` or `<s> A </s> B </s>`, the first segment ends with the first </s>. In a single
+    text it is the first token.
 
     Args:
         input_ids: (B, N).
         attention_mask: (B, N), 0 at padding.
         eos: the id of </s>.
+        has_two_separators: whether a pair has two </s> between its texts.
 
     Raises:
         ValueError: if there are no input_ids.
@@ -384,9 +403,10 @@ def mark_first_segments(input_ids: Tensor | None, attention_mask: Tensor, eos: i
     if input_ids is None:
         raise ValueError("global_tokens=first_segment needs input_ids, got only inputs_embeds")
     is_end = input_ids == eos
-    is_doubled = is_end[:, :-1] & is_end[:, 1:]
-    tokens_before = (is_doubled.cumsum(dim=1) == 0).sum(dim=1)  # all of them if no </s> is doubled
-    lengths = torch.where(is_doubled.any(dim=1), tokens_before + 1, 1)
+    following = is_end[:, 1:] if has_two_separators else attention_mask[:, 1:].bool()
+    ends_first_text = is_end[:, :-1] & following
+    tokens_before = (ends_first_text.cumsum(dim=1) == 0).sum(dim=1)  # all of them in a single text
+    lengths = torch.where(ends_first_text.any(dim=1), tokens_before + 1, 1)
     token = torch.arange(input_ids.shape[1], device=input_ids.device)
     return torch.stack([attention_mask.long(), (token < lengths[:, None]).long()], dim=1)
 
@@ -403,6 +423,16 @@ class LLNRobertaForMaskedLM(RobertaForMaskedLM):
         self.post_init()
 
 
+class LLNRobertaClassificationHead(RobertaClassificationHead):
+    """RoBERTa's classification head with DistilBERT's activation."""
+
+    def forward(self, features: Tensor, **unused: Any) -> Tensor:
+        """Return the logits (B, classes) of features (B, N, C), which depend on those of the first token."""
+        x = self.dropout(features[:, 0])
+        x = torch.relu(self.dense(x))
+        return self.out_proj(self.dropout(x))
+
+
 class LLNRobertaForSequenceClassification(RobertaForSequenceClassification):
     """RoBERTa with LLN attention and a classification head."""
 
@@ -412,4 +442,6 @@ class LLNRobertaForSequenceClassification(RobertaForSequenceClassification):
     def __init__(self, config: LLNRobertaConfig) -> None:
         super().__init__(config)
         self.roberta = LLNRobertaModel(config)
+        if config.classifier_activation == "relu":
+            self.classifier = LLNRobertaClassificationHead(config)
         self.post_init()

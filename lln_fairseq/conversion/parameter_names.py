@@ -1,7 +1,7 @@
-"""The parameters of RoBERTa and BERT: their names in fairseq, their names in Hugging Face, and their shapes.
+"""The parameters of RoBERTa, BERT and DistilBERT: names in fairseq, names in Hugging Face, and shapes.
 
 In both libraries, a module NAME has the parameters NAME.weight and NAME.bias. The names in Hugging Face are listed
-without the prefix of the model ("roberta.", "bert.").
+without the prefix of the model ("roberta.", "bert.", "distilbert.").
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,6 +13,10 @@ from lln_fairseq.checkpoints.config import parameter_sizes
 from lln_fairseq.models.adapt import EMBEDDING, POSITIONS
 
 ENCODER = "encoder.sentence_encoder."
+# The families of models, whose names in Hugging Face differ.
+ROBERTA = "roberta"
+BERT = "bert"
+DISTILBERT = "distilbert"
 ATTENTION_PREFIX = "self_attn.attention."  # of the attention's own parameters in a layer
 
 # Each row is (name in fairseq, name in Hugging Face, shape of the weight). ModelSizes.shape translates the letters of a
@@ -40,14 +44,30 @@ PRE_NORM_NAMES = {
     "final_layer_norm": "intermediate.LayerNorm",
 }
 FINAL_NORM = ENCODER + "layer_norm"
-HEAD_ROBERTA = (
-    ("encoder.lm_head.dense", "lm_head.dense", "CC"),
-    ("encoder.lm_head.layer_norm", "lm_head.layer_norm", "C"),
-)
-HEAD_BERT = (
-    ("encoder.lm_head.dense", "cls.predictions.transform.dense", "CC"),
-    ("encoder.lm_head.layer_norm", "cls.predictions.transform.LayerNorm", "C"),
-)
+# DistilBERT's names of the modules of a layer, by fairseq's.
+DISTILBERT_NAMES = {
+    "self_attn.q_proj": "attention.q_lin",
+    "self_attn.k_proj": "attention.k_lin",
+    "self_attn.v_proj": "attention.v_lin",
+    "self_attn.out_proj": "attention.out_lin",
+    "self_attn_layer_norm": "sa_layer_norm",
+    "fc1": "ffn.lin1",
+    "fc2": "ffn.lin2",
+    "final_layer_norm": "output_layer_norm",
+}
+# For each family: the names in Hugging Face of the language-model head's dense layer, layer norm and bias.
+LANGUAGE_HEADS = {
+    ROBERTA: ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias"),
+    BERT: ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.bias"),
+    DISTILBERT: ("vocab_transform", "vocab_layer_norm", "vocab_projector.bias"),
+}
+# For each family: the names in Hugging Face of the two layers of the classification head.
+CLASSIFICATION_HEADS = {
+    ROBERTA: ("classifier.dense", "classifier.out_proj"),
+    BERT: ("pooler.dense", "classifier"),
+    DISTILBERT: ("pre_classifier", "classifier"),
+}
+CLASSIFICATION_HEAD = "sentence_classification_head"  # fairseq's default name
 HEAD_BIAS = "encoder.lm_head.bias"
 HEAD_WEIGHT = "encoder.lm_head.weight"  # the output matrix; the same tensor as the token embedding if they are tied
 
@@ -94,43 +114,51 @@ def sizes_of_parameters(parameters: Mapping[str, Tensor]) -> ModelSizes:
     )
 
 
-def encoder_names(sizes: ModelSizes) -> Iterator[ParameterName]:
+def encoder_names(sizes: ModelSizes, family: str = ROBERTA) -> Iterator[ParameterName]:
     """Yield every parameter of the encoder that exists in both libraries: first the embeddings, then the layers.
 
     Hugging Face's token type embeddings are not among them.
     """
+    layers = "encoder.layer"
+    names = {}
+    if family == DISTILBERT:
+        layers = "transformer.layer"
+        names = DISTILBERT_NAMES
+    elif sizes.pre_norm:
+        names = PRE_NORM_NAMES
     for fairseq, hugging_face, letters in EMBEDDINGS:
         yield ParameterName(fairseq, hugging_face, sizes.shape(letters))
     if sizes.embedding_norm:
         yield from _module_names(*EMBEDDING_NORM, sizes)
     for layer in range(sizes.layers):
         for fairseq, hugging_face, letters in LAYER:
-            if sizes.pre_norm:
-                hugging_face = PRE_NORM_NAMES.get(fairseq, hugging_face)
+            hugging_face = names.get(fairseq, hugging_face)
             yield from _module_names(
-                f"{ENCODER}layers.{layer}.{fairseq}", f"encoder.layer.{layer}.{hugging_face}", letters, sizes
+                f"{ENCODER}layers.{layer}.{fairseq}", f"{layers}.{layer}.{hugging_face}", letters, sizes
             )
     if sizes.pre_norm:
         yield from _module_names(FINAL_NORM, f"encoder.layer.{sizes.layers - 1}.output.LayerNorm", "C", sizes)
 
 
-def head_names(sizes: ModelSizes, bert: bool = False) -> Iterator[ParameterName]:
+def head_names(sizes: ModelSizes, family: str = ROBERTA) -> Iterator[ParameterName]:
     """Yield the parameters of the masked-language-model head, without the output matrix.
 
     The output matrix (HEAD_WEIGHT) is left out because it can be tied to the token embedding.
-
-    Args:
-        sizes: the sizes of the model.
-        bert: True for the names of BERT in Hugging Face instead of those of RoBERTa.
     """
-    modules = HEAD_ROBERTA
-    bias = "lm_head.bias"
-    if bert:
-        modules = HEAD_BERT
-        bias = "cls.predictions.bias"
-    for fairseq, hugging_face, letters in modules:
-        yield from _module_names(fairseq, hugging_face, letters, sizes)
+    dense, layer_norm, bias = LANGUAGE_HEADS[family]
+    yield from _module_names("encoder.lm_head.dense", dense, "CC", sizes)
+    yield from _module_names("encoder.lm_head.layer_norm", layer_norm, "C", sizes)
     yield ParameterName(HEAD_BIAS, bias, (sizes.vocabulary,))
+
+
+def classifier_names(head: str = CLASSIFICATION_HEAD, family: str = ROBERTA) -> dict[str, str]:
+    """Return the names in Hugging Face of the parameters of a classification head, by their names in fairseq."""
+    dense, out_proj = CLASSIFICATION_HEADS[family]
+    names = {}
+    for kind in ("weight", "bias"):
+        names[f"classification_heads.{head}.dense.{kind}"] = f"{dense}.{kind}"
+        names[f"classification_heads.{head}.out_proj.{kind}"] = f"{out_proj}.{kind}"
+    return names
 
 
 def _module_names(fairseq: str, hugging_face: str, letters: str, sizes: ModelSizes) -> Iterator[ParameterName]:

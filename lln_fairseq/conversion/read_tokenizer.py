@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lln_fairseq.attention.context import BERT_PAIRS, DISTILBERT_PAIRS, ROBERTA_PAIRS
 from lln_fairseq.conversion import tokenizer_json
 from lln_fairseq.errors import UserError, first_line
 from lln_fairseq.text.special_symbols import MASK, SPECIAL_SYMBOLS
@@ -41,14 +42,18 @@ class SourceVocabulary:
             also the row of the token in the embedding.
         symbols: the symbols of dict.txt. Symbol i, from 0, has fairseq's id 4 + i.
         files: the contents of the tokenizer's files by the file names that data_prep uses.
+        pair_form: one of PAIR_FORMS, or None if the token types of a pair are others than BERT's.
     """
 
     order: list[int]
     symbols: list[str]
     files: dict[str, bytes]
+    pair_form: str | None
 
 
-def read_vocabulary(directory: Path, rows: int, lower_case: bool = False) -> SourceVocabulary:
+def read_vocabulary(
+    directory: Path, rows: int, lower_case: bool = False, has_token_types: bool = False
+) -> SourceVocabulary:
     """Read the tokenizer in a directory with transformers' AutoTokenizer, and write it as a tokenizer.json.
 
     Among the added tokens, only fairseq's special symbols stay special, because data_prep has no symbols for other
@@ -58,6 +63,7 @@ def read_vocabulary(directory: Path, rows: int, lower_case: bool = False) -> Sou
         directory: the Hugging Face directory.
         rows: the number of rows of the embedding. A row that belongs to no token gets a symbol that no text uses.
         lower_case: put texts into lower case first, as SentenceTransformer does.
+        has_token_types: whether the model has more than one token type.
 
     Raises:
         UserError: if there is no tokenizer, AutoTokenizer cannot load it or has no fast tokenizer of its class, a
@@ -85,8 +91,24 @@ def read_vocabulary(directory: Path, rows: int, lower_case: bool = False) -> Sou
     order = [*special_ids[:-1], *ordinary_rows, special_ids[-1]]  # <mask> is the last symbol of the dictionary
     symbols = [str(row) for row in ordinary_rows]
     data = tokenizer_json.as_bytes(content)
-    _check_same_tokens(tokenizer, data, special_ids, lower_case, directory)
-    return SourceVocabulary(order, symbols, {TOKENIZER: data})
+    pair = _check_same_tokens(tokenizer, data, special_ids, lower_case, directory)
+    return SourceVocabulary(order, symbols, {TOKENIZER: data}, _pair_form(pair, special_ids[2], has_token_types))
+
+
+def _pair_form(pair: Mapping[str, list[int]], separator: int, has_token_types: bool) -> str | None:
+    """Return the form of a pair of equal texts, as transformers encodes it, or None if it has other token types.
+
+    The tokens are `<s> A </s> A </s>`, or have two </s> in the middle. `separator` is the id of </s>.
+    """
+    ids = pair["input_ids"]
+    is_single = ids.count(separator) == 2
+    types = pair.get("token_type_ids")
+    if not has_token_types or types is None or not any(types):
+        return DISTILBERT_PAIRS if is_single else ROBERTA_PAIRS
+    first = ids.index(separator) + 1
+    if is_single and types == [0] * first + [1] * (len(ids) - first):
+        return BERT_PAIRS
+    return None
 
 
 def check_dictionary(files: Mapping[str, bytes], path: Path) -> None:
@@ -133,10 +155,11 @@ def _load_tokenizer(directory: Path) -> Any:
 
 def _check_same_tokens(
     tokenizer: Any, converted: bytes, special_ids: Sequence[int], lower_case: bool, directory: Path
-) -> None:
+) -> Mapping[str, list[int]]:
     """Raise UserError if PROBES get other tokens from this project than from the source's tokenizer.
 
-    The pair may have one </s> between its texts, as BERT's pairs have, where this project writes two.
+    The last probe is a pair of the first text and itself, which may have one </s> or two between its texts. Its tokens
+    are returned, as transformers encodes them.
 
     Args:
         tokenizer: the source's. Its BPE dropout is turned off.
@@ -163,14 +186,20 @@ def _check_same_tokens(
     pairs = []
     for between in ([last, last], [last]):
         pairs.append([first, *tokens[0], *between, *tokens[0], last])
-    _compare_tokens(tokenizer, (texts[0], texts[0]), pairs, directory)
+    return _compare_tokens(tokenizer, (texts[0], texts[0]), pairs, directory)
 
 
-def _compare_tokens(tokenizer: Any, texts: Sequence[str], expected: Sequence[list[int]], directory: Path) -> None:
-    """Raise UserError if a tokenizer of transformers gives a text or a pair none of the expected lists of ids."""
-    actual = tokenizer(*texts, verbose=False)["input_ids"]  # otherwise it warns of texts longer than the model's
+def _compare_tokens(
+    tokenizer: Any, texts: Sequence[str], expected: Sequence[list[int]], directory: Path
+) -> Mapping[str, list[int]]:
+    """Return what a tokenizer of transformers gives for a text or a pair.
+
+    UserError is raised if the ids are none of the expected lists.
+    """
+    tokens: Mapping[str, list[int]] = tokenizer(*texts, verbose=False)  # otherwise it warns of texts that are too long
+    actual = tokens["input_ids"]
     if actual in expected:
-        return
+        return tokens
     text = " and ".join(repr(text) for text in texts)
     raise UserError(
         f"{directory}: AutoTokenizer gives {text} the tokens {_tokens_text(tokenizer, actual)}, but a converted model "

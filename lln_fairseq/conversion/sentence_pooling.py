@@ -161,6 +161,20 @@ def read_lower_case(directory: Path) -> bool:
     return False
 
 
+def note_max_length(directory: Path, positions: int) -> list[str]:
+    """Return a note if SentenceTransformer cuts texts before the end of `positions`, or an empty list."""
+    for name in SENTENCE_CONFIGS:
+        path = directory / name
+        if path.exists():
+            longest = read_json(path).get("max_seq_length")
+            if isinstance(longest, int) and longest < positions:
+                return [
+                    f"texts are now cut at {positions} tokens, or at --positions, not at max_seq_length ({longest})"
+                ]
+            return []
+    return []
+
+
 def check_prompts(directory: Path) -> list[str]:
     """Return a note about prompts that are used only when they are named, or an empty list if there are none.
 

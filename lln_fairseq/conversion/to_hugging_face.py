@@ -1,8 +1,8 @@
 """Convert a model of this project to a Hugging Face configuration and tensors.
 
-A model with softmax attention becomes a stock RoBERTa, unless it has rotary positions or other places of layer norms.
-Such models, LLN, LLN+Diag and blocks need code that is shipped with the exported model: modeling_lln_roberta.py,
-ops/formula.py and ops/rotary.py.
+A model with softmax attention becomes a stock RoBERTa, unless it has rotary positions, other places of layer norms or
+DistilBERT's classification head. Such models, LLN, LLN+Diag and blocks need code that is shipped with the exported
+model: modeling_lln_roberta.py, ops/formula.py and ops/rotary.py.
 """
 
 from collections.abc import Mapping
@@ -22,12 +22,13 @@ from lln_fairseq.conversion.parameter_names import (
     HEAD_WEIGHT,
     TOKEN_TYPES,
     ModelSizes,
+    classifier_names,
     encoder_names,
     head_names,
     sizes_of_parameters,
 )
 from lln_fairseq.errors import UserError
-from lln_fairseq.models.adapt import EMBEDDING
+from lln_fairseq.models.adapt import EMBEDDING, SECOND_TEXT
 from lln_fairseq.models.encoder import parse_softmax_layers
 from lln_fairseq.ops import formula
 from lln_fairseq.ops import rotary as rotary_positions
@@ -42,11 +43,11 @@ MODELING_OPTIONS = {
     "constants": ("calibrated", "paper"),
     "gain": ("none", "learned"),
 }
+POOLER_ACTIVATIONS = ("tanh", "relu")  # of the classification head; stock RoBERTa's is the first
 PURPOSES = ("ForMaskedLM", "ForSequenceClassification")  # suffixes of the class names in transformers
 SENTENCE_VECTORS = ""  # the purpose of a model without a head
 REQUIRED_OPTIONS = {  # the options of which Hugging Face's RoBERTa supports a single value
     "activation_fn": "gelu",
-    "pooler_activation_fn": "tanh",
     "spectral_norm_classification_head": False,
     "pooling": "first",
     "pooler_dim": None,
@@ -81,7 +82,7 @@ def convert_to_hugging_face(
 
     Args:
         state: the model's state dict.
-        args: the model's options, with `attention`, `softmax_layers` and `layer_norm_eps`.
+        args: the model's options, with those of STOCK_OPTIONS in export.py.
         attention_options: the options of the attention.
         head: name of the classification head to export; empty exports a masked language model or an encoder.
         labels: the name of each class of the head, in order; empty for a regression.
@@ -96,6 +97,8 @@ def convert_to_hugging_face(
     config = _roberta_config(args, sizes)
     rotary = getattr(args, "rotary", False)
     is_stock = args.attention == STOCK_ATTENTION and not rotary and not sizes.pre_norm and sizes.embedding_norm
+    if head and args.pooler_activation_fn != POOLER_ACTIVATIONS[0]:
+        is_stock = False
     if not is_stock:
         config |= _code_config(args.attention)
         config |= _attention_config(args.attention, attention_options, sizes.features // args.encoder_attention_heads)
@@ -103,8 +106,13 @@ def convert_to_hugging_face(
         config["normalize_before"] = sizes.pre_norm
         config["normalize_embedding"] = sizes.embedding_norm
         config["rotary_base"] = args.rotary_base if rotary else None
+        config["pair_form"] = args.pair_form
+        config["classifier_activation"] = args.pooler_activation_fn
     tensors = {name.hugging_face: state[name.fairseq] for name in encoder_names(sizes)}
     tensors[TOKEN_TYPES] = torch.zeros(1, sizes.features)
+    if SECOND_TEXT in state:
+        tensors[TOKEN_TYPES] = torch.stack([torch.zeros(sizes.features), state[SECOND_TEXT].float()])
+        config["type_vocab_size"] = 2
     tensors |= _attention_parameters(state, sizes.layers)
     prefix = "Roberta" if is_stock else "LLNRoberta"
     if head:
@@ -166,6 +174,11 @@ def _check_options(args: Any, attention_options: Mapping[str, Any]) -> None:
         value = getattr(args, option, required)
         if value != required:
             raise UserError(f"{option}={value} cannot be exported: Hugging Face's RoBERTa supports only {required}")
+    activation = getattr(args, "pooler_activation_fn", POOLER_ACTIVATIONS[0])
+    if activation not in POOLER_ACTIVATIONS:
+        raise UserError(
+            f"pooler_activation_fn={activation} cannot be exported: choose from {', '.join(POOLER_ACTIVATIONS)}"
+        )
     for option, supported in MODELING_OPTIONS.items():
         value = attention_options.get(option, supported[0])
         if value not in supported:
@@ -240,9 +253,7 @@ def _untrained_pooler(features: int) -> dict[str, Tensor]:
 
 def _classification_head_tensors(state: Mapping[str, Tensor], head: str, features: int) -> dict[str, Tensor]:
     """Return the parameters of a classification head. Raises UserError if its inner size is not `features`."""
-    tensors = {}
-    for name in ("dense.weight", "dense.bias", "out_proj.weight", "out_proj.bias"):
-        tensors[f"classifier.{name}"] = state[f"classification_heads.{head}.{name}"]
+    tensors = {hugging_face: state[fairseq] for fairseq, hugging_face in classifier_names(head).items()}
     inner = len(tensors["classifier.dense.bias"])
     if inner != features:
         raise UserError(f"the classification head must have {features} inner features to be exported, got {inner}")
@@ -264,7 +275,7 @@ def _label_config(labels: tuple[str, ...], outputs: int) -> dict[str, Any]:
 
 def _check_nothing_is_lost(state: Mapping[str, Tensor], sizes: ModelSizes) -> None:
     """Raise UserError if the model has a parameter, outside the heads, that Hugging Face's RoBERTa does not have."""
-    exported = {name.fairseq for name in encoder_names(sizes)}
+    exported = {SECOND_TEXT, *(name.fairseq for name in encoder_names(sizes))}
     for name in state:
         is_attention = ATTENTION_PREFIX in name
         is_head = name.startswith(("classification_heads.", HEAD))

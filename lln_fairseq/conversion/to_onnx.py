@@ -1,7 +1,8 @@
 """Write model.onnx for an exported model, in standard ONNX operations, for batches of any size.
 
     inputs:  input_ids (B, N) int64, attention_mask (B, N) int64, 0 = padding, which must be at the right;
-             B is at least 1, and N is between 1 and the longest sequence of the model
+             B is at least 1, and N is between 1 and the longest sequence of the model;
+             token_type_ids (B, N) int64, if the model has an embedding of the second text
     outputs of a classifier: logits (B, classes)
     outputs of a masked language model: logits (B, N, V)
     outputs of an encoder: token_embeddings (B, N, C), sentence_embedding (B, C), last_hidden_state (B, N, C)
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lln_fairseq.attention.context import second_text
 from lln_fairseq.checkpoints.pooling import Pooling, pool_hidden_states
 from lln_fairseq.conversion.directory import write_large
 from lln_fairseq.conversion.silence import silence
@@ -25,7 +27,6 @@ from lln_fairseq.errors import UserError, first_line
 from lln_fairseq.text.special_symbols import BOS, EOS, NUM_SPECIAL, PAD
 
 FILE = "model.onnx"
-INPUT_NAMES = ("input_ids", "attention_mask")
 LOGITS = "logits"
 # The first two outputs of an encoder are those of optimum's export of a sentence-transformers model. The third is the
 # first again, under the name that sentence-transformers needs with backend="onnx".
@@ -48,9 +49,9 @@ class LogitsModule(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
         """Compute the logits of tokens (B, N) with a mask (B, N) that is 0 at padding."""
-        return self.model(input_ids, attention_mask=attention_mask).logits
+        return self.model(input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids).logits
 
 
 class EncoderModule(nn.Module):
@@ -61,12 +62,15 @@ class EncoderModule(nn.Module):
         self.model = model
         self.pooling = pooling
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the hidden states (B, N, C), the vectors (B, C) and a copy of the hidden states.
 
         The tokens are (B, N), with a mask (B, N) that is 0 at padding.
         """
-        hidden_states = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
+        outputs = self.model(input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids)
+        hidden_states = outputs.last_hidden_state
         vectors = pool_hidden_states(hidden_states, attention_mask.bool(), self.pooling)
         return hidden_states, vectors, hidden_states.clone()
 
@@ -112,15 +116,16 @@ def write_onnx(
         # More than one block, if the model takes so many tokens.
         length = min(longest_exported_sequence(config), _block_size(config) + 3)
         tokens = _random_tokens(2, length, config["vocab_size"])
+        inputs = _model_inputs(tokens, config["type_vocab_size"] > 1)
         try:
             program = torch.onnx.export(
                 module,
-                (tokens, tokens.ne(PAD).long()),
+                tuple(inputs.values()),
                 dynamo=True,
                 verbose=False,
-                input_names=INPUT_NAMES,
+                input_names=list(inputs),
                 output_names=output_names,
-                dynamic_shapes=({0: "batch", 1: "length"},) * len(INPUT_NAMES),
+                dynamic_shapes=({0: "batch", 1: "length"},) * len(inputs),
             )
         except Exception as error:  # the exporter has dozens of exception classes
             raise UserError(f"{FILE} cannot be made: {first_line(error)}") from error
@@ -144,6 +149,14 @@ def _load_exported_model(directory: Path, architecture: str) -> nn.Module:
     model_class = getattr(module, architecture)
     model = model_class.from_pretrained(directory, attn_implementation="eager", local_files_only=True)
     return model.eval()
+
+
+def _model_inputs(tokens: Tensor, has_token_types: bool) -> dict[str, Tensor]:
+    """Return the inputs of model.onnx by their names, for tokens (B, N) that are padded at the right."""
+    inputs = {"input_ids": tokens, "attention_mask": tokens.ne(PAD).long()}
+    if has_token_types:
+        inputs["token_type_ids"] = second_text(tokens, EOS, PAD).long()
+    return inputs
 
 
 def _random_tokens(sequences: int, length: int, vocabulary: int, padded: bool = False) -> Tensor:
@@ -202,7 +215,8 @@ def open_session(path: Path) -> Any:
 
 def run_session(session: Any, tokens: Tensor) -> Outputs:
     """Return all outputs of a session for tokens (B, N) that are padded at the right."""
-    inputs = {"input_ids": tokens.numpy(), "attention_mask": tokens.ne(PAD).long().numpy()}
+    has_token_types = any(item.name == "token_type_ids" for item in session.get_inputs())
+    inputs = {name: value.numpy() for name, value in _model_inputs(tokens, has_token_types).items()}
     names = [output.name for output in session.get_outputs()]
     values = [torch.from_numpy(value) for value in session.run(names, inputs)]
     return dict(zip(names, values, strict=True))

@@ -167,6 +167,18 @@ def sentence_processor(ids: Mapping[str, int]) -> dict[str, Any] | None:
     }
 
 
+def single_separator_processor(ids: Mapping[str, int]) -> dict[str, Any]:
+    """Return the post-processor for pairs `<s> A </s> B </s>`, in which B has the token type 1.
+
+    `ids` are those of every token. Raises KeyError if there is none for <s> or </s>.
+    """
+    processor: dict[str, Any] = {"type": "BertProcessing"}
+    for role, name in (("sep", "</s>"), ("cls", "<s>")):
+        token = special_token(ids, name) or name
+        processor[role] = [token, ids[token]]
+    return processor
+
+
 def as_bytes(content: Mapping[str, Any]) -> bytes:
     """Return JSON content as the bytes of a file, indented, in UTF-8."""
     return json.dumps(content, ensure_ascii=False, indent=1).encode()

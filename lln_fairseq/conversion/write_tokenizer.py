@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+from lln_fairseq.attention.context import BERT_PAIRS, ROBERTA_PAIRS
 from lln_fairseq.conversion import tokenizer_json
 from lln_fairseq.conversion.read_tokenizer import PROBES, TOKENIZER
 from lln_fairseq.errors import UserError, first_line
@@ -47,7 +48,7 @@ def find_tokenizer(directories: Sequence[Path]) -> dict[str, bytes]:
     return {}
 
 
-def convert_tokenizer(vocabulary: Vocabulary, positions: int) -> dict[str, bytes]:
+def convert_tokenizer(vocabulary: Vocabulary, positions: int, pair_form: str = ROBERTA_PAIRS) -> dict[str, bytes]:
     """Convert a tokenizer to the files that transformers' AutoTokenizer needs. Its tokens get the dictionary's ids.
 
     A token that the dictionary lacks gets an id behind the dictionary's, which must have the embedding of <unk>: the
@@ -56,6 +57,7 @@ def convert_tokenizer(vocabulary: Vocabulary, positions: int) -> dict[str, bytes
     Args:
         vocabulary: the tokenizer with its dictionary, which has <mask>.
         positions: the maximum number of tokens in a sequence of the model.
+        pair_form: how it writes pairs, one of PAIR_FORMS.
 
     Returns:
         The contents of tokenizer.json, tokenizer_config.json and special_tokens_map.json by file name.
@@ -77,6 +79,8 @@ def convert_tokenizer(vocabulary: Vocabulary, positions: int) -> dict[str, bytes
         join_lines = _replace({"String": "\n"}, " ")  # as `lln-fairseq predict` does
         content["normalizer"] = tokenizer_json.prepend_normalizer(join_lines, content.get("normalizer"))
         new_ids = tokenizer_json.token_ids(content)
+        if pair_form != ROBERTA_PAIRS:
+            content["post_processor"] = tokenizer_json.single_separator_processor(new_ids)
     except KeyError as error:
         raise UserError(f"the tokenizer does not fit the dictionary, which lacks {error}") from error
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
@@ -87,10 +91,13 @@ def convert_tokenizer(vocabulary: Vocabulary, positions: int) -> dict[str, bytes
             special_tokens[role] = tokenizer_json.special_token(new_ids, name)
     _check_same_ids(tokenizer_json.as_bytes(content), vocabulary)
     pre_tokenizer = content.get("pre_tokenizer") or {}
+    input_names = ["input_ids", "attention_mask"]
+    if pair_form == BERT_PAIRS:
+        input_names.append("token_type_ids")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": positions,
-        "model_input_names": ["input_ids", "attention_mask"],
+        "model_input_names": input_names,
         "clean_up_tokenization_spaces": False,
         "add_prefix_space": bool(pre_tokenizer.get("add_prefix_space", False)),
         **special_tokens,

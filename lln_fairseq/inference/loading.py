@@ -49,7 +49,7 @@ def load_model(checkpoint: str, data: str | None = None, dictionaries_only: bool
     state = load_checkpoint(checkpoint)
     task_config = state["cfg"].task
     directory = os.path.dirname(os.path.abspath(checkpoint))
-    if data is None and task_config.data == "." and os.path.isfile(os.path.join(directory, "dict.txt")):
+    if data is None and task_config.data == "." and has_dictionary(Path(directory)):
         task_config.data = directory
     elif data is None and dictionaries_only:
         task_config.data = _find_dictionaries(checkpoint, task_config.data)

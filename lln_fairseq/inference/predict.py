@@ -10,7 +10,7 @@ line. A tab alone is a pair of two empty texts.
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice, tee
 from pathlib import Path
@@ -100,16 +100,20 @@ def prediction_lines(model: TextModel, lines: Iterable[tuple[int, str]], on_long
         yield ""
 
 
-def _split_lines(lines: Iterable[tuple[int, str]], inputs: int) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number and the texts of each line, without texts for an empty line. A line must have `inputs` texts."""
+def _split_lines(lines: Iterable[tuple[int, str]], inputs: Sequence[int]) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number and the texts of each line, without texts for an empty line.
+
+    UserError is raised if the number of texts in another line is not among `inputs`.
+    """
     for number, line in lines:
         columns = line.split("\t")
-        is_empty_pair = inputs == 2 and len(columns) > 1
+        is_empty_pair = 2 in inputs and len(columns) > 1
         if not line.strip() and not is_empty_pair:
             yield number, []
             continue
-        if len(columns) != inputs:
-            expected = "two texts separated by a tab" if inputs == 2 else "one text without tabs"
+        if len(columns) not in inputs:
+            forms = {1: "one text without tabs", 2: "two texts separated by a tab"}
+            expected = " or ".join(forms[count] for count in inputs)
             raise UserError(f"line {number} must be {expected}, got {len(columns)} columns")
         yield number, columns
 

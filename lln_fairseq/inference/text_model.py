@@ -18,8 +18,8 @@ from fairseq.data.data_utils import collate_tokens
 from fairseq.models import BaseFairseqModel
 from torch import Tensor, nn
 
-from lln_fairseq.attention.context import first_segment_lengths
-from lln_fairseq.checkpoints.compatibility import check_tokenizer, is_finetuned, label_names
+from lln_fairseq.attention.context import ROBERTA_PAIRS, first_segment_lengths
+from lln_fairseq.checkpoints.compatibility import check_tokenizer, is_finetuned, label_names, takes_any_inputs
 from lln_fairseq.checkpoints.pooling import POOLINGS, Pooling, pool_hidden_states, stored_pooling
 from lln_fairseq.checkpoints.reading import load_checkpoint
 from lln_fairseq.checkpoints.run_tokenizer import check_vocabulary, directories
@@ -103,7 +103,7 @@ class TextModel(nn.Module):
         model: the model, in evaluation mode if it is to be used.
         task: the task that the model was trained for.
         vocabulary: the tokenizer with its dictionary.
-        inputs: number of texts that `predict` takes for one prediction, 1 or 2 (pairs).
+        inputs: how many texts `predict` takes for one prediction: (1,), (2,) for pairs, or (1, 2).
         pooling: the pooling of an encoder of sentence vectors, which is the default of `encode`. None for other models,
             of which `encode` returns the mean over the tokens, not normalized.
         precision: the precision of the encoder, as `use_precision` returns it.
@@ -118,7 +118,7 @@ class TextModel(nn.Module):
         model: BaseFairseqModel,
         task: Any,
         vocabulary: Any,
-        inputs: int,
+        inputs: Sequence[int],
         pooling: Pooling | None = None,
         precision: str = FLOAT32,
     ) -> None:
@@ -187,7 +187,7 @@ class TextModel(nn.Module):
                 value, a text is too long and on_long="error", or the outputs are not finite.
         """
         if on_long == "error":
-            texts = self._check_lengths(texts, 1)
+            texts = self._check_lengths(texts, (1,))
         vectors = list(self.encode_each(texts, pooling, normalize, on_long))
         if pooling == TOKENS:
             return vectors
@@ -211,10 +211,10 @@ class TextModel(nn.Module):
             normalize = self.pooling.normalize and pooling != TOKENS
         compute_features = partial(self._features, pooling=pooling, normalize=normalize)
         if pooling != TOKENS:
-            for _, vector in self._map_texts(texts, 1, compute_features, on_long):
+            for _, vector in self._map_texts(texts, (1,), compute_features, on_long):
                 yield vector
             return
-        for (text,), vectors in self._map_texts(texts, 1, compute_features, on_long, TOKEN_CHUNK_CHARACTERS):
+        for (text,), vectors in self._map_texts(texts, (1,), compute_features, on_long, TOKEN_CHUNK_CHARACTERS):
             yield TokenVectors(vectors, self.ids.token_offsets(text)[: len(vectors)])
 
     def fill(self, text: str, k: int = 5, on_long: str = "truncate") -> list[Filling]:
@@ -271,8 +271,8 @@ class TextModel(nn.Module):
         if not self.finetuned:
             raise UserError("the model was not fine-tuned and has no labels to predict")
 
-    def _check_lengths(self, texts: Iterable[Any], inputs: int) -> list[Any]:
-        """Return the texts, or pairs if `inputs` is 2, as a list. Raise LongTextError if one is too long."""
+    def _check_lengths(self, texts: Iterable[Any], inputs: Sequence[int]) -> list[Any]:
+        """Return the texts, or pairs if `inputs` has 2, as a list. Raise LongTextError if one is too long."""
         _require_many(texts)
         texts = list(texts)
         limit = LengthLimit(self.longest, "error")
@@ -283,12 +283,12 @@ class TextModel(nn.Module):
     def _map_texts(
         self,
         texts: Iterable[Text],
-        inputs: int,
+        inputs: Sequence[int],
         model_function: Callable[..., Iterable[Tensor]],
         on_long: str,
         max_characters: int = CHUNK_CHARACTERS,
     ) -> Iterator[tuple[Sequence[str], Tensor]]:
-        """Yield each text, as a tuple of `inputs` strings, with the output of `model_function` for it, in order.
+        """Yield each text, as a tuple of one or two strings, with the output of `model_function` for it, in order.
 
         `model_function` maps padded tokens (B, N) on the model's device, and the lengths of their first segments (B,)
         or None, to B outputs, float32 on the CPU. `max_characters` is how much text is read ahead. At the end, even if
@@ -314,7 +314,8 @@ class TextModel(nn.Module):
         if all(len(sample) <= self.longest for sample in samples):
             return None
         eos = self.task.source_dictionary.eos()
-        return torch.cat([first_segment_lengths(sample[None], eos) for sample in samples])
+        pair_form = getattr(self.model.args, "pair_form", ROBERTA_PAIRS)  # fairseq's own model has no such option
+        return torch.cat([first_segment_lengths(sample[None], eos, pair_form) for sample in samples])
 
     def _map_samples(
         self,
@@ -427,7 +428,9 @@ def load_text_model(
     check_tokenizer(state, vocabulary.identity, str(tokenizer or directory), checkpoint)
     if getattr(task.cfg, "two_towers", False):
         raise UserError(f"{checkpoint} encodes two inputs separately (two_towers): only evaluate supports that")
-    inputs = 2 if (directory / "input1").is_dir() else 1
+    inputs: tuple[int, ...] = (1, 2)
+    if not takes_any_inputs(state):
+        inputs = (2,) if (directory / "input1").is_dir() else (1,)
     pooling = stored_pooling(state)
     del state  # frees its weights: `use_precision` makes another copy of them
     used_precision = use_precision(model, precision)

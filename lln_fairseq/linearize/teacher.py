@@ -8,7 +8,13 @@ from fairseq.models.roberta import RobertaModel
 from fairseq.utils import split_paths
 from omegaconf import OmegaConf
 
-from lln_fairseq.checkpoints.compatibility import dictionary_hash, is_finetuned, label_names
+from lln_fairseq.checkpoints.compatibility import (
+    ANY_INPUTS,
+    dictionary_hash,
+    is_finetuned,
+    label_names,
+    takes_any_inputs,
+)
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION, plain_options, stored_options
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, plugin_state
 from lln_fairseq.checkpoints.run_tokenizer import FOLDER, directories, save_tokenizer
@@ -119,6 +125,8 @@ def write_classifier(
         "tokenizer": plugin_state(teacher_state).get("tokenizer", ""),
         "labels": label_names(task),
     }
+    if takes_any_inputs(teacher_state):
+        identity["inputs"] = ANY_INPUTS
     parameters = {name: value.cpu() for name, value in model.state_dict().items()}
     state = checkpoint_at_update_0(parameters, {**plain_options(model.args), **options}, task_options, identity)
     save_tokenizer(task, str(out), str(teacher))

@@ -12,6 +12,7 @@ from lln_fairseq.ops.rotary import BASE, extend_base
 EMBEDDING = "encoder.sentence_encoder.embed_tokens.weight"
 POSITIONS = "encoder.sentence_encoder.embed_positions.weight"
 ATTENTION_PARAMETERS = ".self_attn.attention."  # part of the names of parameters that belong to an attention
+SECOND_TEXT = "encoder.sentence_encoder.second_text_embedding"  # only with BERT's form of pairs
 
 logger = logging.getLogger(__name__)
 
@@ -19,10 +20,10 @@ logger = logging.getLogger(__name__)
 def adapt_state_dict(state: dict[str, Tensor], model: nn.Module) -> None:
     """Adapt the parameters of another RoBERTa in place, so that a model can load them. Log a warning for every change.
 
-    The table of position embeddings is resized to the size of the model's table. Parameters of an attention are removed
-    if the model does not have them. Parameters of the model's attention are added with their current values in the
-    model if `state` lacks them. Nothing else is changed or checked. `state` must have the names that fairseq's RoBERTa
-    uses today.
+    The table of position embeddings is resized to the size of the model's table. Parameters of an attention, and the
+    embedding of the second text, are removed if the model does not have them. Those of the model are added with their
+    current values if `state` lacks them. Nothing else is changed or checked. `state` must have the names that
+    fairseq's RoBERTa uses today.
     """
     model_state = model.state_dict()
     if POSITIONS in state and POSITIONS in model_state and len(state[POSITIONS]) != len(model_state[POSITIONS]):
@@ -31,13 +32,18 @@ def adapt_state_dict(state: dict[str, Tensor], model: nn.Module) -> None:
         padding_idx = model.encoder.sentence_encoder.padding_idx
         state[POSITIONS] = resize_positions(state[POSITIONS], rows, padding_idx, model.args.rotary)
     for key in list(state):
-        if ATTENTION_PARAMETERS in key and key not in model_state:
-            logger.warning(f"{key} of the checkpoint is left out: this attention has no such parameter")
+        if _is_optional(key) and key not in model_state:
+            logger.warning(f"{key} of the checkpoint is left out: this model has no such parameter")
             del state[key]
     for key, value in model_state.items():
-        if ATTENTION_PARAMETERS in key and key not in state:
+        if _is_optional(key) and key not in state:
             logger.warning(f"{key} is not in the checkpoint and keeps its initial value")
             state[key] = value
+
+
+def _is_optional(key: str) -> bool:
+    """Return True for a parameter that depends on the attention or on the form of pairs."""
+    return ATTENTION_PARAMETERS in key or key == SECOND_TEXT
 
 
 def resize_positions(table: Tensor, rows: int, padding_idx: int, rotary: bool = False) -> Tensor:

@@ -6,6 +6,7 @@ padding, positions, first segments, and the workers that share the sequences.
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from fairseq.distributed import fsdp_wrap
 from fairseq.models.roberta.model import RobertaEncoder
@@ -15,7 +16,7 @@ from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import Tensor, nn
 
 from lln_fairseq.attention import LAYER_REGISTRY, Attention, Context, build_layer, reject_layer_mechanism
-from lln_fairseq.attention.context import first_segment_lengths, read_batch
+from lln_fairseq.attention.context import BERT_PAIRS, first_segment_lengths, read_batch, second_text
 from lln_fairseq.models.layer import LLNEncoderLayer
 from lln_fairseq.models.options import attention_options
 from lln_fairseq.models.token_shards import Shard
@@ -51,7 +52,7 @@ class LLNTransformerEncoder(TransformerEncoderBase):
 
     Args:
         args: fairseq's options of the model, plus `attention`, the options of that mechanism, `feed_forward_tokens`,
-            `softmax_layers`, `rotary` and `rotary_base`.
+            `softmax_layers`, `rotary`, `rotary_base` and `pair_form`.
         dictionary: the dictionary of the input tokens.
         embed_tokens: the embedding of the tokens.
 
@@ -61,6 +62,7 @@ class LLNTransformerEncoder(TransformerEncoderBase):
     """
 
     layer_norm: nn.Module | None  # after the last layer; created by fairseq
+    second_text_embedding: nn.Parameter | None  # (C,), added to the tokens of the second text in BERT's form of pairs
 
     def __init__(self, args: Any, dictionary: Any, embed_tokens: nn.Embedding) -> None:
         attention = args.attention
@@ -71,6 +73,10 @@ class LLNTransformerEncoder(TransformerEncoderBase):
         cfg.encoder.layers = 0  # fairseq's constructor would build all layers alike
         super().__init__(cfg, dictionary, embed_tokens)
         cfg.encoder.layers = layers
+        self.pair_form = args.pair_form
+        self.second_text_embedding = None
+        if self.pair_form == BERT_PAIRS:
+            self.second_text_embedding = nn.Parameter(torch.zeros(embed_tokens.embedding_dim))
         self.softmax_layers = softmax_layers
         for number in range(layers):
             if number in softmax_layers:
@@ -130,7 +136,7 @@ class LLNTransformerEncoder(TransformerEncoderBase):
             positions = shard.positions - (self.padding_idx + 1)  # position 0 has this row in the table
             group = shard.group
         elif first_lengths is None:
-            first_lengths = first_segment_lengths(src_tokens, self.dictionary.eos())
+            first_lengths = first_segment_lengths(src_tokens, self.dictionary.eos(), self.pair_form, self.padding_idx)
         has_padding, max_first_length = read_batch(padding, first_lengths)
         if has_padding:
             x = x * (1 - padding.unsqueeze(-1).type_as(x))
@@ -154,15 +160,19 @@ class LLNTransformerEncoder(TransformerEncoderBase):
     def _embed(self, tokens: Tensor, shard: Shard | None) -> tuple[Tensor, Tensor]:
         """Return the input of the first layer and the embeddings without positions, both (B, T, C), for tokens (B, T).
 
-        fairseq would count positions from the first token of a shard.
+        fairseq would count positions from the first token of a shard, and has no embedding of the second text.
         """
-        if shard is None:
-            return self.forward_embedding(tokens)
         embedding = self.embed_scale * self.embed_tokens(tokens)
         x = embedding
         table = self.embed_positions
         if table is not None:
-            x = embedding + F.embedding(shard.positions, table.weight, table.padding_idx)
+            if shard is None:
+                x = x + table(tokens)
+            else:
+                x = x + F.embedding(shard.positions, table.weight, table.padding_idx)
+        if self.second_text_embedding is not None:
+            is_second = second_text(tokens, self.dictionary.eos(), self.padding_idx)
+            x = x + is_second[:, :, None] * self.second_text_embedding
         if self.layernorm_embedding is not None:
             x = self.layernorm_embedding(x)
         x = self.dropout_module(x)

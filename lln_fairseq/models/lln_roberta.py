@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from lln_fairseq.attention import MECHANISMS
+from lln_fairseq.attention.context import PAIR_FORMS, ROBERTA_PAIRS
 from lln_fairseq.errors import user_errors
 from lln_fairseq.models.adapt import adapt_state_dict
 from lln_fairseq.models.encoder import LLNRobertaEncoder
@@ -64,6 +65,13 @@ class RobertaConfig(FairseqDataclass):
         default=None, metadata={"help": "dimension within the classification head; default: the embedding dimension"}
     )
     two_towers: bool = field(default=False, metadata={"help": "set by the task, which has an option of this name"})
+    pair_form: ChoiceEnum(PAIR_FORMS) = field(
+        default=ROBERTA_PAIRS,
+        metadata={
+            "help": "tokens of a pair: roberta: <s> a </s></s> b </s>; distilbert: one </s> between the texts; bert: "
+            "one </s>, and an embedding of their own for the tokens of b"
+        },
+    )
     linear_init: ChoiceEnum(["bert", "torch"]) = field(
         default="bert", metadata={"help": "initial values of linear layers: N(0, 0.02), or PyTorch's defaults"}
     )

@@ -20,7 +20,7 @@ from omegaconf import II, OmegaConf, open_dict
 from omegaconf.errors import InterpolationKeyError
 from torch import Tensor
 
-from lln_fairseq.attention.context import first_segment_lengths
+from lln_fairseq.attention.context import ROBERTA_PAIRS, first_segment_lengths
 from lln_fairseq.checkpoints.compatibility import label_names, longest_sequence
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.errors import UserError, user_errors
@@ -74,15 +74,17 @@ class LLNSentencePredictionConfig(TrainingOptions, SentencePredictionConfig):
 class FirstSegmentLengths(BaseWrapperDataset):
     """Wraps a data set of lines. Its items are the numbers of tokens in their first segments, int64 scalars.
 
-    The lines must not be cut yet: a cut can remove the end of the first segment. `eos` is the id of </s>.
+    The lines must not be cut yet: a cut can remove the end of the first segment. `eos` is the id of </s>, and
+    `pair_form` one of PAIR_FORMS.
     """
 
-    def __init__(self, dataset: Any, eos: int) -> None:
+    def __init__(self, dataset: Any, eos: int, pair_form: str) -> None:
         super().__init__(dataset)
         self.eos = eos
+        self.pair_form = pair_form
 
     def __getitem__(self, index: int) -> Tensor:
-        return first_segment_lengths(self.dataset[index][None], self.eos)[0]
+        return first_segment_lengths(self.dataset[index][None], self.eos, self.pair_form)[0]
 
     def collater(self, samples: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(samples))
@@ -91,17 +93,23 @@ class FirstSegmentLengths(BaseWrapperDataset):
 class ClassifierTask(SentencePredictionTask):
     """fairseq's task with another `build_model`, in a class of its own so that HookedTask's comes before it."""
 
+    pair_form = ROBERTA_PAIRS  # that of the model, which `build_model` sets
+
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
         """Build the model with its head, after setting two_towers and max_positions in `cfg`, its options, in place.
 
         The model gets at least as many positions as the task. fairseq's task gives it exactly as many, which cuts the
         positions of a checkpoint of longer texts. With two_towers, a model that is not one of this package raises
-        UserError.
+        UserError. If the model's pairs have one </s> between the texts, separator_token is removed from the task's
+        options, in place.
         """
         with open_dict(cfg) if OmegaConf.is_config(cfg) else nullcontext():
             cfg.max_positions = max(self.cfg.max_positions, getattr(cfg, "max_positions", None) or 0)
             if self.cfg.two_towers or "two_towers" in cfg:
                 cfg.two_towers = self.cfg.two_towers
+        self.pair_form = getattr(cfg, "pair_form", ROBERTA_PAIRS)
+        if self.pair_form != ROBERTA_PAIRS:
+            self.cfg.separator_token = None
         model = models.build_model(cfg, self, from_checkpoint)
         model.register_classification_head(self.cfg.classification_head_name, num_classes=self.cfg.num_classes)
         if self.cfg.two_towers and not isinstance(model, LLNRobertaModel):
@@ -174,7 +182,7 @@ class LLNSentencePredictionTask(HookedTask, ClassifierTask):
             )
         uncut_lines = lines_before_cut(dataset)
         if cut_rows > 0 and uncut_lines is not None and not self.cfg.two_towers:
-            lengths = FirstSegmentLengths(uncut_lines, self.source_dictionary.eos())
+            lengths = FirstSegmentLengths(uncut_lines, self.source_dictionary.eos(), self.pair_form)
             add_input(dataset, "first_lengths", lengths)
         if self.cfg.group_by_length and isinstance(dataset, SortDataset):
             # The last key is the primary one. The random key before it orders rows of the same length; fairseq shuffles

@@ -98,16 +98,13 @@ class TextIds:
         self.strip_eos = getattr(task.cfg, "strip_eos", False)
 
     def encode_rows(self, rows: Sequence[Sequence[str]]) -> list[Tensor]:
-        """Return the ids of each row, int64 (N,).
-
-        There must be at least one row. Every row has one text, or every row has two, whose ids are concatenated.
-        """
-        first_tokens = (self.init_token, self.separator_token)
+        """Return the ids of each row, int64 (N,). A row has one text, or two, whose ids are concatenated."""
         joined: list[list[Tensor]] = [[] for _ in rows]
-        for column in range(len(rows[0])):
-            texts = [row[column] for row in rows]
-            for parts, ids in zip(joined, self.encode_lines(texts), strict=True):
-                parts.append(_prepend(first_tokens[column], ids))
+        for column, first_token in enumerate((self.init_token, self.separator_token)):
+            numbers = [number for number, row in enumerate(rows) if column < len(row)]
+            texts = [rows[number][column] for number in numbers]
+            for number, ids in zip(numbers, self.encode_lines(texts), strict=True):
+                joined[number].append(_prepend(first_token, ids))
         return [torch.cat(parts) for parts in joined]
 
     def token_offsets(self, text: str) -> Tensor:
@@ -189,10 +186,10 @@ def _as_line(text: str) -> str:
     return line
 
 
-def texts_to_rows(texts: Iterable[Text], inputs: int) -> Iterator[tuple[str, ...]]:
+def texts_to_rows(texts: Iterable[Text], inputs: Sequence[int]) -> Iterator[tuple[str, ...]]:
     """Yield each text as a tuple of one string, or each pair of texts as a tuple of two.
 
-    An item that does not have `inputs` strings raises UserError.
+    An item whose number of strings is not among `inputs` raises UserError.
     """
     for index, text in enumerate(texts):
         row: tuple[str, ...] = ()
@@ -200,10 +197,9 @@ def texts_to_rows(texts: Iterable[Text], inputs: int) -> Iterator[tuple[str, ...
             row = (text,)
         elif isinstance(text, list | tuple):
             row = tuple(text)
-        if len(row) != inputs or not all(isinstance(part, str) for part in row):
-            expected = "one text, a string"
-            if inputs == 2:
-                expected = "a pair of texts, a tuple of two"
+        if len(row) not in inputs or not all(isinstance(part, str) for part in row):
+            forms = {1: "one text, a string", 2: "a pair of texts, a tuple of two"}
+            expected = " or ".join(forms[count] for count in inputs)
             raise UserError(f"texts[{index}] must be {expected}, got {text!r:.80}")
         yield row
 

@@ -40,6 +40,7 @@ LAYER_OPTIONS = (
     "layernorm_embedding",
     "layer_norm_eps",
     "untie_weights_roberta",
+    "pair_form",
     "rotary",
     "rotary_base",
 )

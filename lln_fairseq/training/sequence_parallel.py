@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lln_fairseq.attention import ATTENTION_REGISTRY, Attention, reject_layer_mechanism
+from lln_fairseq.attention.context import BERT_PAIRS, ROBERTA_PAIRS
 from lln_fairseq.errors import UserError, user_errors
 from lln_fairseq.models.token_shards import create_neighbor_group, cut_batch
 
@@ -93,6 +94,8 @@ def shard_multiple(model: Any) -> int:
             "--sequence-parallel-size needs --pooling first and no --two-towers: only the first token is classified, "
             "by the worker that holds it"
         )
+    if getattr(model.args, "pair_form", ROBERTA_PAIRS) == BERT_PAIRS:
+        raise UserError("--sequence-parallel-size does not work with --pair-form bert: a shard does not show the texts")
     multiples = []
     for attention in attentions:
         if attention.shard_multiple is None:

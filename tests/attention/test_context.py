@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from lln_fairseq.attention.context import first_segment_lengths, read_batch
+from lln_fairseq.attention.context import (
+    BERT_PAIRS,
+    DISTILBERT_PAIRS,
+    first_segment_lengths,
+    read_batch,
+    second_text,
+)
 
 BOS, PAD, EOS = 0, 1, 2
 
@@ -42,3 +48,25 @@ def test_batch_is_read_at_once(padding, lengths, expected):
 
 def test_batch_without_sequences_is_read():
     assert read_batch(torch.zeros(0, 3, dtype=torch.bool), torch.zeros(0, dtype=torch.int64)) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length"),
+    [
+        ((BOS, 5, 6, EOS, 7, EOS), 4),  # a pair
+        ((BOS, 5, 6, EOS, 7, 8), 4),  # a pair that was cut in its second text
+        ((BOS, EOS, 7, EOS), 2),  # a pair with an empty first text
+        ((BOS, 5, EOS, EOS), 3),  # a pair with an empty second text
+        ((BOS, 5, 6, EOS, PAD, PAD), 1),  # a single text
+        ((BOS, 5, 6, EOS), 1),
+        ((BOS, 5, 6), 1),
+        ((PAD, PAD), 1),
+    ],
+)
+def test_segments_of_pairs_with_one_separator(tokens, length):
+    row = torch.tensor([tokens])
+    for pair_form in (BERT_PAIRS, DISTILBERT_PAIRS):
+        assert first_segment_lengths(row, EOS, pair_form).tolist() == [length]
+    is_pair = length > 1
+    is_second = [is_pair and place >= length for place in range(len(tokens))]
+    assert second_text(row, EOS, PAD).tolist() == [is_second]

@@ -62,7 +62,7 @@ BAD_DIRECTORIES = {
     ),
     "another type": (
         lambda config, tensors, folder: config.update(model_type="gpt2"),
-        "model_type must be roberta or xlm-roberta or bert or lln_roberta, got gpt2",
+        "model_type must be roberta or xlm-roberta or camembert or bert or distilbert or lln_roberta, got gpt2",
     ),
     "a decoder": (
         lambda config, tensors, folder: config.update(is_decoder=True),
@@ -246,7 +246,6 @@ def test_tokenizer_with_other_special_tokens_is_rejected(name, copy_source, tmp_
 REASONS = {
     "albert": "all its layers share their parameters",
     "deberta-v2": "relative positions",
-    "distilbert": "other names",
     "gte": "rotary",
     "modernbert": "rotary",
     "mpnet": "relative positions",
@@ -257,7 +256,7 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize("model_type", [*UNSUPPORTED_TYPES, "unheard-of", None])
+@pytest.mark.parametrize("model_type", [*UNSUPPORTED_TYPES, None])
 def test_model_that_cannot_be_read_is_rejected_by_name(model_type, tmp_path, capsys):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "config.json").write_text(json.dumps({"model_type": model_type}))
@@ -266,7 +265,8 @@ def test_model_that_cannot_be_read_is_rejected_by_name(model_type, tmp_path, cap
 
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert f"config.json: model_type must be roberta or xlm-roberta or bert or lln_roberta, got {model_type}" in error
+    types = "roberta or xlm-roberta or camembert or bert or distilbert or lln_roberta"
+    assert f"config.json: model_type must be {types}, got {model_type}" in error
     assert REASONS.get(model_type, "") in error
     if model_type in UNSUPPORTED_TYPES:
         assert f"got {model_type}: {UNSUPPORTED_TYPES[model_type]}\n" in error
@@ -280,7 +280,11 @@ def test_model_that_cannot_be_read_is_rejected_by_name(model_type, tmp_path, cap
             {"model.pt": "x"},
             "it has no config.json. To convert a fairseq checkpoint, name the file, such as .*/model.pt\n",
         ),
-        ({"config.json": "{}"}, "model_type must be roberta or xlm-roberta or bert or lln_roberta, got None"),
+        ({"adapter_config.json": "{}", "adapter_model.safetensors": ""}, "in holds only an adapter .*: merge it"),
+        (
+            {"config.json": "{}"},
+            "model_type must be roberta or .* or lln_roberta, got None",
+        ),
     ],
 )
 def test_incomplete_directory_is_reported_in_one_line(files, message, tmp_path, capsys):

@@ -2,26 +2,46 @@
 
 import itertools
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, BertTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    BertTokenizerFast,
+    CamembertConfig,
+    CamembertForMaskedLM,
+    CamembertTokenizerFast,
+    Data2VecTextConfig,
+    Data2VecTextForMaskedLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    RobertaTokenizerFast,
+)
 
 from lln_fairseq import load
 from lln_fairseq.__main__ import main
 from lln_fairseq.checkpoints.reading import PLUGIN_STATE, load_checkpoint_lazily
-from lln_fairseq.conversion.convert import convert
+from lln_fairseq.conversion.convert import convert, finetuning_command
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models.adapt import EMBEDDING, POSITIONS
+from lln_fairseq.text.tokenizers import train_sentencepiece
 from lln_fairseq.text.vocabulary import load_vocabulary
 from tests.conversion.sources import (
+    PIECES,
+    ROBERTA_IDS,
+    SIZES,
     TEXTS,
     TOKENIZERS,
     compute_logits,
     encode_texts,
+    make_byte_level_bpe,
     make_model,
     make_model_with_settings,
     rename_tensor,
@@ -61,6 +81,90 @@ def test_converted_model_gives_same_logits_for_text(kind, sources, tmp_path):
     ids = torch.tensor(hugging_face_ids(folder, kind)[: expected.shape[-1]])
     torch.testing.assert_close(actual[real], expected[real][:, ids], rtol=1e-5, atol=1e-5)
     assert expected[real].abs().max() > 1
+
+
+SIZES_OF_OTHERS = {**SIZES, **ROBERTA_IDS, "max_position_embeddings": 42}
+
+
+def make_other_model(folder, config_class, model_class, rows, **options):
+    """Save a model with large random weights, and return it."""
+    torch.manual_seed(0)
+    model = model_class(config_class(vocab_size=rows, **SIZES_OF_OTHERS | options)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return model
+
+
+def test_camembert_gives_same_logits_for_text(tmp_path):
+    """Its tokenizer has <s> at 5 and </s> at 6."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "sentencepiece.bpe.model").write_bytes(train_sentencepiece(TEXTS * 3, PIECES, "unigram"))
+    tokenizer = CamembertTokenizerFast.from_pretrained(tmp_path / "in")
+    assert tokenizer.bos_token_id == 5
+    ids = {"bos_token_id": 5, "eos_token_id": 6}
+    model = make_other_model(tmp_path / "in", CamembertConfig, CamembertForMaskedLM, len(tokenizer), **ids)
+
+    convert(tmp_path / "in", tmp_path / "out", "softmax")
+
+    batch = tokenizer(TEXTS[:3], padding=True, return_tensors="pt")
+    tokens = encode_texts(tmp_path / "out", TEXTS[:3])
+    real = batch["attention_mask"].bool()
+    assert torch.equal(tokens != 1, real)
+    with torch.no_grad():
+        expected = model(**batch).logits
+    symbols = [5, 1, 6, 3, *(id for id in range(len(tokenizer)) if id not in (5, 1, 6, 3, tokenizer.mask_token_id))]
+    actual = compute_logits(tmp_path / "out" / "model.pt", tokens)
+    torch.testing.assert_close(actual[real][:, :-1], expected[real][:, symbols], rtol=1e-5, atol=1e-5)
+
+
+def test_other_architecture_with_the_same_outputs_is_converted(tmp_path):
+    rows = make_byte_level_bpe(tmp_path / "in")
+    model = make_other_model(tmp_path / "in", Data2VecTextConfig, Data2VecTextForMaskedLM, rows)
+
+    convert(tmp_path / "in", tmp_path / "out", "softmax")
+
+    tokens = encode_texts(tmp_path / "out")
+    with torch.no_grad():
+        expected = model(tokens, attention_mask=tokens != 1).logits
+    real = tokens != 1
+    torch.testing.assert_close(compute_logits(tmp_path / "out" / "model.pt", tokens)[real], expected[real])
+
+
+class OtherConfig(RobertaConfig):
+    model_type = "other-roberta"
+
+
+class OtherModel(RobertaForMaskedLM):
+    """A RoBERTa with the same parameters and another computation."""
+
+    config_class = OtherConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.roberta.encoder.layer[1].register_forward_hook(lambda module, args, output: shift(output))
+
+
+def shift(output):
+    if isinstance(output, tuple):
+        return (output[0] + 0.001, *output[1:])
+    return output + 0.001
+
+
+def test_other_computation_with_the_same_parameters_is_rejected(tmp_path, capsys):
+    AutoConfig.register("other-roberta", OtherConfig, exist_ok=True)
+    AutoModelForMaskedLM.register(OtherConfig, OtherModel, exist_ok=True)
+    AutoTokenizer.register(OtherConfig, fast_tokenizer_class=RobertaTokenizerFast, exist_ok=True)
+    rows = make_byte_level_bpe(tmp_path / "in")
+    make_other_model(tmp_path / "in", OtherConfig, OtherModel, rows)
+
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--attention", "lln_diag"]) == 1
+
+    error = capsys.readouterr().err
+    assert "its own outputs in transformers differ by 1.0e-03" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("kind", ["roberta", "bert", "xlm-roberta"])
@@ -139,6 +243,39 @@ def test_every_form_of_weights_gives_float32_parameters(form, sources, copy_sour
     for name, expected in load_parameters(tmp_path / "whole").items():
         assert actual[name].dtype == torch.float32
         torch.testing.assert_close(actual[name], expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["roberta", "bert"])
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_prefixes_of_wrapped_models_are_removed(prefix, kind, sources, copy_source, tmp_path):
+    folder = copy_source(kind)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({prefix + name: value for name, value in tensors.items()}, folder / "model.safetensors")
+
+    (note,) = convert(folder, tmp_path / "out", "softmax").notes
+    convert(sources[kind][1], tmp_path / "plain", "softmax")
+
+    assert note.startswith("removed module. and _orig_mod.")
+    actual = load_parameters(tmp_path / "out")
+    for name, expected in load_parameters(tmp_path / "plain").items():
+        assert torch.equal(actual[name], expected)
+
+
+def test_name_with_and_without_prefix_is_rejected(copy_source, tmp_path):
+    folder = copy_source("roberta")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["module.lm_head.bias"] = torch.zeros(len(tensors["lm_head.bias"]))
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match="with and without module"):
+        convert(folder, tmp_path / "out", "softmax")
+
+
+@pytest.mark.parametrize("name", ["runs/model.pt", "my runs/a=1,b=[2]/{x}/model.pt", "it's $x/model.pt"])
+def test_printed_command_is_quoted_for_hydra(name):
+    *_, override = shlex.split(finetuning_command(Path(name), 40))
+    (parsed,) = OverridesParser.create().parse_overrides([override])
+    value = parsed.value()
+    assert getattr(value, "text", value) == name
 
 
 def test_token_type_is_added_to_positions(sources, tmp_path):

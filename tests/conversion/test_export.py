@@ -342,6 +342,22 @@ def test_mask_that_differs_between_queries_is_rejected(pretrain, tmp_path):
         model(torch.full((1, 5), 7), attention_mask=torch.ones(1, 5, 5).tril())
 
 
+@pytest.mark.parametrize("attention", ["lln_diag", "block_diag"])
+def test_attentions_and_head_mask_are_rejected(attention, pretrain, tmp_path):
+    export(pretrain("--attention", attention), tmp_path / "out")
+    tokens = torch.full((1, 5), 7)
+    for model_class in (AutoModel, AutoModelForMaskedLM):
+        model = model_class.from_pretrained(tmp_path / "out", trust_remote_code=True).eval()
+        with pytest.raises(ValueError, match="output_attentions is not supported"):
+            model(tokens, output_attentions=True)
+        with pytest.raises(ValueError, match="does not support head_mask"):
+            model(tokens, head_mask=torch.ones(2, 2))
+        model(tokens, output_attentions=False, head_mask=None)
+        model.config.output_attentions = True
+        with pytest.raises(ValueError, match="output_attentions is not supported"):
+            model(tokens)
+
+
 def test_every_parameter_gets_gradient(pretrain, tmp_path):
     export(pretrain("--attention", "lln_diag", *GLOBAL), tmp_path / "out")
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "out", trust_remote_code=True).train()

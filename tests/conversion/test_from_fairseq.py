@@ -46,6 +46,23 @@ def test_converted_checkpoint_gives_same_logits(form, trained, tmp_path):
     assert torch.equal(compute_logits(tmp_path / "out" / "model.pt", tokens), expected)
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+def test_prefixes_of_wrapped_models_are_removed(prefix, trained, tmp_path, caplog):
+    state = torch.load(trained / "checkpoint_last.pt")
+    expected = state["model"]
+    state["model"] = {prefix + name: value for name, value in expected.items()}
+    torch.save(state, tmp_path / "wrapped.pt")
+
+    convert(tmp_path / "wrapped.pt", tmp_path / "out", "softmax", dictionary=trained / "dict.txt")
+
+    assert "wrapped.pt: removed module. and _orig_mod." in caplog.text
+    converted = load_checkpoint_lazily(str(tmp_path / "out" / "model.pt"))["model"]
+    loaded, _ = load_model(str(tmp_path / "wrapped.pt"), str(trained))
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, expected[name])
+        assert torch.equal(converted[name], expected[name])
+
+
 def test_attention_is_replaced(trained, tmp_path):
     convert(trained / "checkpoint_last.pt", tmp_path / "out", "lln_diag")
     options = load_checkpoint_lazily(str(tmp_path / "out" / "model.pt"))["cfg"]["model"]

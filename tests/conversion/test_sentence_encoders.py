@@ -119,6 +119,15 @@ def test_masked_language_model_has_no_pooling(sources, tmp_path):
     assert not (tmp_path / "back" / "modules.json").exists()
 
 
+def test_shorter_max_seq_length_is_reported(tmp_path):
+    make_model("roberta", tmp_path / "in", headless=True)
+    for longest, count in ((20, 1), (40, 0)):
+        (tmp_path / "in" / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": longest}))
+        notes = convert(tmp_path / "in", tmp_path / f"out{longest}", "softmax").notes
+        expected = "texts are now cut at 40 tokens, or at --positions, not at max_seq_length (20)"
+        assert notes.count(expected) == count
+
+
 def test_pooling_survives_another_conversion(headless, tmp_path):
     headless(tmp_path / "in")
     write_pooling(tmp_path / "in", Pooling("cls", normalize=True))

@@ -713,7 +713,7 @@ def test_lines_are_read_a_few_thousand_ahead():
     lines_read = 0
 
     class Model:
-        inputs = 1
+        inputs = (1,)
 
         def predict_each(self, texts, on_long):
             for part in split_into_chunks(texts):
@@ -732,7 +732,7 @@ def test_lines_are_read_a_few_thousand_ahead():
 
 def test_long_line_after_predictions_is_named():
     class Model:
-        inputs = 1
+        inputs = (1,)
 
         def predict_each(self, texts, on_long):
             list(texts)

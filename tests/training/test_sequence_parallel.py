@@ -243,6 +243,7 @@ def build_model(*model_options):
             "lln_diag with .*mix=joint_offset.* cannot split a sequence across workers",
         ),
         (("--encoder-layerdrop", 0.2), "does not work with --encoder-layerdrop"),
+        (("--pair-form", "bert"), "does not work with --pair-form bert"),
     ],
 )
 def test_unsupported_model_is_rejected_by_name(model_options, message):
