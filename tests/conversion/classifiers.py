@@ -8,6 +8,7 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     CamembertConfig,
+    CamembertTokenizerFast,
     DistilBertConfig,
     RobertaConfig,
     XLMRobertaConfig,
@@ -19,11 +20,19 @@ LABELS = ["not the same", "same", "the plot"]
 PAIRS = [("The plot isn't new", "Éva saw 2 films"), ("a", "but it holds – we saw none!"), ("", "a"), ("a film", "")]
 TEXTS = ["The plot isn't new – but it holds.", "Éva saw 2 films; we saw none!", "a"]
 DISTILBERT_SIZES = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48}
+
+
+def make_camembert_pieces(folder):
+    """Save CamemBERT's tokenizer, in which <s> has the id 5 and </s> the id 6, and return its size."""
+    make_sentencepiece(folder)
+    return len(CamembertTokenizerFast.from_pretrained(folder))
+
+
 # For each kind: the function that saves the tokenizer, its class, the configuration, and its options.
 CLASSIFIERS = {
     "roberta": (make_byte_level_bpe, "RobertaTokenizer", RobertaConfig, SIZES | ROBERTA_IDS),
     "xlm-roberta": (make_sentencepiece, "XLMRobertaTokenizer", XLMRobertaConfig, SIZES | ROBERTA_IDS),
-    "camembert": (make_sentencepiece, "XLMRobertaTokenizer", CamembertConfig, SIZES | ROBERTA_IDS),
+    "camembert": (make_camembert_pieces, "CamembertTokenizer", CamembertConfig, SIZES | ROBERTA_IDS),
     "bert": (make_word_piece, "BertTokenizer", BertConfig, SIZES),
     "distilbert": (make_word_piece, "DistilBertTokenizer", DistilBertConfig, DISTILBERT_SIZES),
 }
