@@ -111,7 +111,10 @@ def encoder_layers(model: nn.Module) -> list[nn.Module]:
         if is_layer and any(isinstance(part, Attention) for part in module.modules()):
             layers.append(module)
     if not layers:
-        raise ValueError("the model has no attention of this package: only lln_roberta models can be measured")
+        raise ValueError(
+            "the model has no attention of this package: only lln_roberta models can be measured. Convert fairseq's "
+            "own with `lln-fairseq convert --attention softmax`"
+        )
     return layers
 
 

@@ -79,7 +79,8 @@ def build_model(
     except UserError:
         raise
     except Exception as error:  # contradictory options and tensors raise all kinds of exceptions in fairseq
-        raise UserError(f"cannot build the model of {checkpoint}: {first_line(error)}") from error
+        reason = " ".join(str(error).split())  # torch names parameters that are missing in the second line
+        raise UserError(f"cannot build the model of {checkpoint}: {reason:.300}") from error
     try:
         return model.eval().to(device), task
     except (RuntimeError, AssertionError) as error:  # torch raises both for a device that does not exist

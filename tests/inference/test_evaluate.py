@@ -188,6 +188,16 @@ def test_weights_that_are_no_finite_numbers_are_rejected(change, message, tuned,
     assert f"{BIAS} {message}" in error
 
 
+def test_missing_parameter_is_named(tuned, capsys):
+    data, checkpoint, _ = tuned
+    state = torch.load(checkpoint)
+    del state["model"][BIAS]
+    torch.save(state, checkpoint)
+    code, _, error = evaluate(capsys, checkpoint, data)
+    assert code == 1
+    assert BIAS in error
+
+
 def test_outputs_that_are_not_finite_are_rejected(tuned, tmp_path, capsys):
     data, checkpoint, _ = tuned
     json_file = tmp_path / "valid.json"
