@@ -17,8 +17,10 @@ trap 'rm -rf "$folder"' EXIT
 export OMP_NUM_THREADS=1
 "$python" -m venv "$folder"
 # fairseq needs torchaudio, whose newest release, 2.11, can be loaded beside torch 2.11 and later, but not beside 2.10.
-"$folder/bin/pip" install --no-compile --quiet --disable-pip-version-check \
-    -e '.[test]' "torch==$version" "torchaudio<=$version"
+requirements=("torch==$version" "torchaudio<=$version")
+# The interpreter of Triton 3.6 fails with newer versions of numpy. Its compiler does not.
+case "$version" in 2.10.* | 2.11.*) requirements+=('numpy<2.4') ;; esac
+"$folder/bin/pip" install --no-compile --quiet --disable-pip-version-check -e '.[test]' "${requirements[@]}"
 "$folder/bin/python" -c 'import torchaudio' 2>/dev/null || "$folder/bin/pip" uninstall --quiet --yes torchaudio
 "$folder/bin/pip" list 2>/dev/null | grep -E '^(numpy|torch|torchaudio|triton) '
 "$folder/bin/python" -m pytest -q "$@"

@@ -4,11 +4,15 @@ test_backends.py compares all backends with the oracles. The tests run in the in
 there is a GPU.
 """
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 from lln_fairseq.ops import dispatch, reference
 from lln_fairseq.ops.backends import triton
+from lln_fairseq.ops.backends.triton.launch import Settings
 from lln_fairseq.ops.formula import AVERAGE, JOINT, LLN, Inputs, Spec
 from lln_fairseq.ops.lln import lln_diag_attention
 from tests import helpers
@@ -37,6 +41,16 @@ every_mix = pytest.mark.parametrize("mix", TESTED_MIXES)
 def poisoned(monkeypatch):
     """Fill new memory with NaN, which shows if a kernel does not write all of it."""
     helpers.poison_empty(monkeypatch)
+
+
+def test_kernels_read_only_fields_of_their_settings():
+    """Triton 3.8 compiles kernels with a tuple of the fields, which has no properties. The interpreter has both."""
+    names = set()
+    for path in Path(triton.__file__).parent.glob("*.py"):
+        names.update(re.findall(r"\bMETA\.(\w+)", path.read_text()))
+    assert {"dim", "scale", "chunk_rows"} <= names <= set(Settings._fields)
+    settings = Settings(64, 32, None, chunk=40)
+    assert (settings.scale, settings.chunk_rows) == (0.125, 64)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import math
 import os
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import triton.language as tl
@@ -60,9 +60,7 @@ _TILES = {
 }
 
 
-class Settings(NamedTuple):
-    """What a kernel is compiled for: the argument META of the kernels."""
-
+class _SettingsFields(NamedTuple):
     dim: int  # D
     rows: int  # tokens in a tile
     dot: tl.dtype  # the dtype of the operands of tl.dot
@@ -72,15 +70,20 @@ class Settings(NamedTuple):
     chunk: int = 1  # tokens of one program, a multiple of the block size
     has_global: bool = False  # True if there are global tokens before the last chunk's blocks
     dropout: float = 0.0
+    scale: float = 1.0  # 1 / √D
+    chunk_rows: int = 1  # rows of the tiles of a chunk
 
-    @property
-    def scale(self) -> float:
-        return self.dim**-0.5
 
-    @property
-    def chunk_rows(self) -> int:
-        """Return the number of rows of the tiles of a chunk."""
-        return math.ceil(self.chunk / self.rows) * self.rows
+class Settings(_SettingsFields):
+    """What a kernel is compiled for: the argument META of the kernels. `scale` and `chunk_rows` follow from the others.
+
+    A kernel sees only the fields: Triton 3.8 makes a tuple of its own of them, without properties.
+    """
+
+    def __new__(cls, *given: Any, **options: Any) -> Self:
+        fields = _SettingsFields(*given, **options)
+        chunk_rows = math.ceil(fields.chunk / fields.rows) * fields.rows
+        return super().__new__(cls, *fields._replace(scale=fields.dim**-0.5, chunk_rows=chunk_rows))
 
 
 def capability(device: torch.device) -> int:
