@@ -4,6 +4,9 @@ test_backends.py compares all backends with the oracles. The tests run in the in
 there is a GPU.
 """
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -218,6 +221,29 @@ def test_unsupported_tensors_are_rejected_with_a_reason():
     assert "48" in triton.reason_against(Spec(LLN), q[..., :48])
     with pytest.raises(ValueError, match="blocks of 16 to 256 tokens, not 8"):
         lln_diag_attention(q, q, q, 1.0, 1.0, None, 8, backend="triton")
+
+
+def may_be_none(node):
+    """Return True if an expression, or one of the entries of a tuple or namedtuple, can be the constant None."""
+    if isinstance(node, ast.IfExp):
+        return may_be_none(node.body) or may_be_none(node.orelse)
+    if isinstance(node, ast.Tuple):
+        return any(may_be_none(x) for x in node.elts)
+    if isinstance(node, ast.Call):
+        return any(may_be_none(x) for x in [*node.args, *(keyword.value for keyword in node.keywords)])
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def test_no_device_function_returns_none():
+    """Triton 3.6 cannot compile a device function that returns None inside a tuple. The interpreter can."""
+    functions = 0
+    for path in Path(triton.__file__).parent.glob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef) and any("jit" in ast.unparse(x) for x in function.decorator_list):
+                functions += 1
+                returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
+                assert not any(may_be_none(x) for x in returned), function.name
+    assert functions > 40
 
 
 @native

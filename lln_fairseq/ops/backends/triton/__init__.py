@@ -75,7 +75,7 @@ def forward(
             state = _compute_state(call, _empty_state(q))
         else:
             state = _exchange_state(call, exchange)
-        grid, options = chunk_options(q, "output", spec)
+        grid, options = chunk_options(q, "output", spec, inputs.padding is not None)
         _output_kernel[grid](**call, **_state_arguments(state), out=out, **strides(out, "s_out"), **options)
     return out, alpha, beta, state
 
@@ -130,7 +130,7 @@ def _compute_state(call: Arguments, state: StateTensors) -> StateTensors:
         **_state_arguments(parts),
         T=tokens,
         FINAL=splits == 1,
-        **kernel_options(k, "state"),
+        **kernel_options(k, "state", call["padding"] is not None),
     )
     if splits > 1:
         _combine_state_kernel[bh, dim * dim // 256](*parts, *state, splits, D=dim, COLS=256, num_warps=4)
@@ -202,7 +202,7 @@ def _launch_backward(
     """
     q = call["q"]
     batch, heads, length, _ = q.shape
-    grid, options = chunk_options(q, passes, spec)
+    grid, options = chunk_options(q, passes, spec, call["padding"] is not None)
     settings = options["META"]
     has_queries = passes != "keys"
     has_keys = passes != "queries"
@@ -286,7 +286,7 @@ def _compute_grad_state(
         dalpha=dalpha,
         T=tokens,
         FINAL=final,
-        **kernel_options(q, "grad_state", spec.form),
+        **kernel_options(q, "grad_state", call["padding"] is not None, spec.form),
     )
     if exchange is not None:
         # The sum over the splits and the workers takes the place of a single split.
@@ -350,7 +350,7 @@ def match_moments(q: Tensor, k: Tensor, padding: Tensor | None, table: Sequence[
             SIZE=size,
             SIZE_2=size_2,
             FINAL=splits == 1,
-            **kernel_options(q, "moments"),
+            **kernel_options(q, "moments", padding is not None),
         )
         if splits > 1:
             _moments_combine_kernel[(batch * heads,)](

@@ -155,7 +155,7 @@ def _load_query_stats(query_stats, head, o_q, mask, META: tl.constexpr):
         b_delta = tl.load(p + 5 * stride + o_q, mask=mask, other=0.0)
         return QueryStats(b_lse, b_de, b_c, b_block_weight, b_du, b_delta)
     else:
-        return QueryStats(b_lse, b_de, None, None, None, None)
+        return QueryStats(b_lse, b_de, 0.0, 0.0, 0.0, 0.0)
 
 
 @triton.jit
@@ -402,7 +402,7 @@ def _query_pass(head, state, offset, query_stats, dq, stride_dq, dalpha, doffset
         b_da = tl.zeros([ROWS, D], tl.float32)
         # (rows,)
         b_lse, b_de, b_inside, b_me, b_num_keys = _sum_over_block(head, state, b_q, b_do, o_q, start, end, META)
-        if head.padding is not None:
+        if META.has_padding:
             b_lse = tl.where(usable, b_lse, float("inf"))  # weights of unusable queries become 0 in the key pass
         stats = QueryStats(b_lse, b_de, b_zero, b_zero, b_zero, b_zero)
         if META.form == JOINT:
@@ -470,7 +470,7 @@ def _sum_over_queries(
         else:
             stats = tile_stats
         usable = in_range
-        if head.padding is not None:
+        if META.has_padding:
             usable = in_range & (stats.lse != float("inf"))
         b_q = _load_rows(head.q, i_t, head.stride, usable, META)
         b_do = _load_rows(head.do, i_t, head.stride_do, in_range, META).to(META.dot)

@@ -66,6 +66,7 @@ class Settings(NamedTuple):
     dim: int  # D
     rows: int  # tokens in a tile
     dot: tl.dtype  # the dtype of the operands of tl.dot
+    has_padding: bool
     form: str = LLN
     weight: float = 1.0  # of LLN and of the softmax in the form
     block: int = 1  # tokens in a block
@@ -144,13 +145,16 @@ def split_tokens(length: int, dim: int) -> tuple[int, int]:
     return math.ceil(length / tokens), tokens
 
 
-def kernel_options(q: Tensor, name: str, form: str = LLN) -> dict[str, Any]:
+def kernel_options(q: Tensor, name: str, has_padding: bool, form: str = LLN) -> dict[str, Any]:
     """Return META and Triton's options for a kernel without chunks. `name` is that of its tile."""
     tile = select_tile(q, name)
-    return {"META": Settings(q.shape[-1], tile.rows, _dot_dtype(q), form, WEIGHTS[form][0]), **tile.options}
+    return {
+        "META": Settings(q.shape[-1], tile.rows, _dot_dtype(q), has_padding, form, WEIGHTS[form][0]),
+        **tile.options,
+    }
 
 
-def chunk_options(q: Tensor, name: str, spec: Spec) -> tuple[tuple[int, int], dict[str, Any]]:
+def chunk_options(q: Tensor, name: str, spec: Spec, has_padding: bool) -> tuple[tuple[int, int], dict[str, Any]]:
     """Return the grid (B H, chunks), and META and Triton's options, for a kernel whose programs compute chunks.
 
     A chunk is as many whole blocks as fit in one tile, but at least one block, which may take several tiles. Without
@@ -165,6 +169,7 @@ def chunk_options(q: Tensor, name: str, spec: Spec) -> tuple[tuple[int, int], di
         dim,
         tile.rows,
         _dot_dtype(q),
+        has_padding,
         spec.form,
         WEIGHTS[spec.form][0],
         spec.block_size,
