@@ -12,7 +12,8 @@ import torch
 
 from lln_fairseq.ops import dispatch, reference
 from lln_fairseq.ops.backends import triton
-from lln_fairseq.ops.formula import AVERAGE, JOINT, LLN, Inputs, Spec
+from lln_fairseq.ops.backends.triton import launch, plan
+from lln_fairseq.ops.formula import AVERAGE, DIAG, JOINT, LLN, Inputs, Spec
 from lln_fairseq.ops.lln import lln_diag_attention
 from tests import helpers
 from tests.ops.mixes import (
@@ -21,6 +22,7 @@ from tests.ops.mixes import (
     assert_float32_accuracy,
     attend,
     errors,
+    holes,
     inputs,
     oracle,
     output_and_gradients,
@@ -45,7 +47,15 @@ def poisoned(monkeypatch):
 @pytest.fixture
 def many_splits(monkeypatch):
     """Make splits of 32 tokens, so that short sequences use the kernels that combine splits."""
-    monkeypatch.setattr(triton, "split_tokens", lambda length, dim: ((length + 31) // 32, 32))
+    monkeypatch.setattr(plan, "split_tokens", lambda length, dim: ((length + 31) // 32, 32))
+    forget_plans()
+    yield
+    forget_plans()
+
+
+def forget_plans():
+    for function in (plan.plan_moments, plan.plan_forward, plan.plan_backward):
+        function.cache_clear()
 
 
 def padding_mask(batch, length, full_row=False):
@@ -72,7 +82,7 @@ def test_long_sequence_is_split(mix):
 
     results = output_and_gradients(attend(mix, "triton", mask, 64), tensors)
 
-    splits, _ = triton.split_tokens(2100, 16)
+    splits, _ = launch.split_tokens(2100, 16)
     assert splits == 2
     assert_float32_accuracy(results, output_and_gradients(oracle(mix, mask, 64), tensors, torch.float64))
 
@@ -83,8 +93,8 @@ def test_layouts_are_not_copied(mix):
     heads_last = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors[:3]]
     packed = torch.cat(heads_last, dim=-1).chunk(3, -1)
 
-    assert triton.aligned(*heads_last)[2].data_ptr() == heads_last[2].data_ptr()
-    assert triton.aligned(*packed)[1].data_ptr() == packed[1].data_ptr()
+    for tensors_of_layout in (heads_last, packed):
+        assert plan.have_common_strides(packed[0].shape, [x.stride() for x in tensors_of_layout])
     assert attend(mix, "triton")(*heads_last, *tensors[3:]).stride() == heads_last[0].stride()
 
 
@@ -100,6 +110,63 @@ def test_splits_with_as_many_global_tokens_as_possible(many_splits, block):
 
     expected = output_and_gradients(attention("torch"), tensors, torch.float64)
     assert_float32_accuracy(output_and_gradients(attention("triton"), tensors), expected)
+
+
+def block_diag(backend, mask=None, block=48, counts=None, dropout=0.0):
+    """Return block-diagonal attention with global tokens as a function of q, k and v."""
+    spec = Spec(DIAG, block, dropout, max_global=0 if counts is None else int(counts.max()))
+    seed = torch.tensor([7], device=DEVICE) if dropout else None
+
+    def function(q, k, v):
+        return dispatch.attend(spec, Inputs(q, k, v, padding=mask, global_counts=counts, seed=seed), backend)
+
+    return function
+
+
+@pytest.mark.parametrize("block", [16, 48, 80])  # a tile has several blocks, one block, and a part of a block
+@pytest.mark.parametrize("has_global", [False, True])
+def test_block_diag_equals_the_definition(many_splits, has_global, block):
+    tensors = inputs("lln", length=200, device=DEVICE)[:3]
+    mask = holes(2, 200, DEVICE)
+    counts = torch.tensor([200, 70], device=DEVICE) if has_global else None
+
+    def expected(q, k, v):
+        return reference.block_diag_matrix(q, k, block, mask, counts) @ v
+
+    results = output_and_gradients(block_diag("triton", mask, block, counts), tensors)
+
+    assert_float32_accuracy(results, output_and_gradients(expected, tensors, torch.float64))
+    padded_tokens = mask[:, None, :, None].expand_as(tensors[0])
+    assert (results[2][padded_tokens] == 0).all()
+    assert (results[3][padded_tokens] == 0).all()
+
+
+def test_block_diag_multiplies_in_half_precision(monkeypatch):
+    settings = []
+
+    def record(kernel, *tensors):
+        settings.append(kernel.constants["META"])
+        launch.launch_kernel(kernel, *tensors)
+
+    monkeypatch.setattr(triton, "launch_kernel", record)
+    tensors = inputs("lln", length=100, dtype=torch.float16, device=DEVICE)[:3]
+
+    results = output_and_gradients(block_diag("triton"), tensors)
+
+    assert [str(x.dot) for x in settings] == ["fp16", "fp16"]
+    exact = output_and_gradients(lambda q, k, v: reference.block_diag_matrix(q, k, 48) @ v, tensors, torch.float64)
+    assert max(errors(results, exact).values()) < 2e-3
+
+
+def test_block_diag_gradients_have_the_dropout_of_the_output():
+    """The output is linear in v, so that <grad, out> = <v, dv>."""
+    tensors = inputs("lln", length=100, device=DEVICE)[:3]
+    grad = torch.randn(tensors[0].shape, device=DEVICE)
+
+    out, *_, dv = output_and_gradients(block_diag("triton", dropout=0.3), tensors, grad=grad)
+
+    assert not torch.equal(out, block_diag("triton")(*tensors))
+    torch.testing.assert_close((grad * out).sum(), (tensors[2] * dv).sum(), rtol=1e-4, atol=1e-4)
 
 
 BLOCK_SIZE = 48

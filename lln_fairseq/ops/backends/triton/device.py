@@ -1,4 +1,4 @@
-"""Device functions that the Triton kernels of LLN, LLN+Diag and the joint form share, and the notation of the kernels.
+"""Device functions that the Triton kernels of all forms share, and the notation of the kernels.
 
 For each (batch, head), with features d, and maxima and sums over the tokens j whose keys are not padding:
 
@@ -52,6 +52,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # The start of a running maximum. With -inf, a tile whose keys are all padding would give 2^(-inf + inf) = NaN.
 LOWEST = tl.constexpr(-1e30)
 LLN = tl.constexpr(formula.LLN)
+DIAG = tl.constexpr(formula.DIAG)
 JOINT = tl.constexpr(formula.JOINT)
 
 
@@ -125,8 +126,11 @@ def _load_head(
 
 @triton.jit
 def _state_of_head(maximum, log_total, S, i_bh, META: tl.constexpr):
-    """Return the `State` of a head from pointers to the states of all heads."""
-    return State(maximum + i_bh * META.dim, log_total + i_bh * META.dim, S + i_bh * META.dim * META.dim)
+    """Return the `State` of a head from pointers to the states of all heads, which are None in the form DIAG."""
+    if META.form == DIAG:
+        return State(0, 0, 0)
+    else:
+        return State(maximum + i_bh * META.dim, log_total + i_bh * META.dim, S + i_bh * META.dim * META.dim)
 
 
 @triton.jit
