@@ -114,6 +114,8 @@ def _output_kernel(
 
     The grid is (B H, ⌈N / chunk⌉). `offset` is (B H,), the offset o of each head. `out` is (B, H, N, D), the output.
     """
+    D: tl.constexpr = META.dim
+    ROWS: tl.constexpr = META.rows
     head = _load_head(q, k, v, None, padding, num_padding, num_global, alpha, beta, seed, s_b, s_h, s_n, 0, 0, 0, H, N)
     state = _state_of_head(maximum, log_total, S, head.i_bh, META)
     p_out = out + _head_offset(head.i_bh, s_out_b, s_out_h, H)
@@ -128,7 +130,7 @@ def _output_kernel(
         i_t = start + i_r
         o_q, _, b_q = _load_queries(head, i_t, end, META)
         # (rows, D)
-        b_a = tl.zeros([META.rows, META.dim], tl.float32)
+        b_a = tl.zeros([ROWS, D], tl.float32)
         b_o = b_a
         if META.form != DIAG:
             b_a = _query_features(b_q, head.alpha, b_l)
