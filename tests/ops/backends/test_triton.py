@@ -5,7 +5,9 @@ there is a GPU.
 """
 
 import ast
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from lln_fairseq.ops.backends import triton
 from lln_fairseq.ops.backends.triton import launch, plan
 from lln_fairseq.ops.formula import AVERAGE, DIAG, JOINT, LLN, Inputs, Spec
 from lln_fairseq.ops.lln import lln_diag_attention
+from lln_fairseq.ops.operator import compiled_attention
 from tests import helpers
 from tests.ops.mixes import (
     GLOBAL,
@@ -167,6 +170,56 @@ def test_block_diag_gradients_have_the_dropout_of_the_output():
 
     assert not torch.equal(out, block_diag("triton")(*tensors))
     torch.testing.assert_close((grad * out).sum(), (tensors[2] * dv).sum(), rtol=1e-4, atol=1e-4)
+
+
+def test_block_diag_is_an_operator_of_torch():
+    """torch.compile calls the operator, whose saved tensors and α and β are empty here."""
+    tensors = inputs("lln", length=100, device=DEVICE)[:3]
+    spec = Spec(DIAG, 48)
+
+    results = output_and_gradients(lambda q, k, v: compiled_attention(spec, Inputs(q, k, v), "triton"), tensors)
+
+    assert all(map(torch.equal, results, output_and_gradients(block_diag("triton"), tensors)))
+
+
+def shifted(x):
+    """Return a copy of x whose address is not a multiple of 16, with the same strides."""
+    memory = x.new_empty(x.numel() + 1)
+    copy = memory[1:].view(x.shape)
+    copy.copy_(x)
+    return copy
+
+
+@pytest.mark.parametrize("mix", [*TESTED_MIXES, GLOBAL])
+def test_unaligned_tensors_have_plans_of_their_own(mix):
+    tensors = inputs(mix, device=DEVICE)
+    forget_plans()
+    expected = output_and_gradients(attend(mix, "triton"), tensors)
+    plans = plan.plan_forward.cache_info().currsize
+
+    actual = output_and_gradients(attend(mix, "triton"), [shifted(x) for x in tensors])
+    output_and_gradients(attend(mix, "triton"), tensors)
+
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)  # torch computes the rows of global tokens
+    assert (plans, plan.plan_forward.cache_info().currsize) == (1, 2)
+
+
+def test_threads_share_plans(monkeypatch):
+    lock = Lock()
+
+    def launch_alone(kernel, *tensors):
+        with lock:  # the interpreter of Triton runs in one thread at a time
+            launch.launch_kernel(kernel, *tensors)
+
+    monkeypatch.setattr(triton, "launch_kernel", launch_alone)
+    tensors = inputs("average", device=DEVICE)
+    expected = attend("average", "triton")(*tensors)
+    forget_plans()
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: attend("average", "triton")(*tensors), range(8)))
+
+    assert all(torch.equal(x, expected) for x in results)
 
 
 BLOCK_SIZE = 48
