@@ -73,6 +73,9 @@ _TILES = {
 # For compute capability 9.0, half precision and D <= 64: the fastest of the candidates on an H200.
 _MEASURED_ON_H200: dict[str, tuple[int, int, int]] = {
     "moments": (128, 4, 1),
+    "state": (128, 4, 1),
+    "grad_state": (64, 4, 3),  # a single split
+    "grad_state_splits": (32, 4, 3),
 }
 
 
