@@ -4,17 +4,24 @@ test_backends.py compares all backends with the oracles. The tests run in the in
 there is a GPU.
 """
 
+import ast
+import inspect
+import itertools
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 
 import pytest
 import torch
 
 from lln_fairseq.ops import dispatch, reference
 from lln_fairseq.ops.backends import triton
+from lln_fairseq.ops.backends.triton import launch, plan
 from lln_fairseq.ops.backends.triton.launch import Settings
-from lln_fairseq.ops.formula import AVERAGE, JOINT, LLN, Inputs, Spec
+from lln_fairseq.ops.formula import AVERAGE, DIAG, JOINT, LLN, Inputs, Spec
 from lln_fairseq.ops.lln import lln_diag_attention
+from lln_fairseq.ops.operator import compiled_attention
 from tests import helpers
 from tests.ops.mixes import (
     GLOBAL,
@@ -22,6 +29,7 @@ from tests.ops.mixes import (
     assert_float32_accuracy,
     attend,
     errors,
+    holes,
     inputs,
     oracle,
     output_and_gradients,
@@ -56,7 +64,15 @@ def test_kernels_read_only_fields_of_their_settings():
 @pytest.fixture
 def many_splits(monkeypatch):
     """Make splits of 32 tokens, so that short sequences use the kernels that combine splits."""
-    monkeypatch.setattr(triton, "split_tokens", lambda length, dim: ((length + 31) // 32, 32))
+    monkeypatch.setattr(plan, "split_tokens", lambda length, dim: ((length + 31) // 32, 32))
+    forget_plans()
+    yield
+    forget_plans()
+
+
+def forget_plans():
+    for function in (plan.plan_moments, plan.plan_forward, plan.plan_backward):
+        function.cache_clear()
 
 
 def padding_mask(batch, length, full_row=False):
@@ -83,7 +99,7 @@ def test_long_sequence_is_split(mix):
 
     results = output_and_gradients(attend(mix, "triton", mask, 64), tensors)
 
-    splits, _ = triton.split_tokens(2100, 16)
+    splits, _ = launch.split_tokens(2100, 16)
     assert splits == 2
     assert_float32_accuracy(results, output_and_gradients(oracle(mix, mask, 64), tensors, torch.float64))
 
@@ -94,8 +110,8 @@ def test_layouts_are_not_copied(mix):
     heads_last = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors[:3]]
     packed = torch.cat(heads_last, dim=-1).chunk(3, -1)
 
-    assert triton.aligned(*heads_last)[2].data_ptr() == heads_last[2].data_ptr()
-    assert triton.aligned(*packed)[1].data_ptr() == packed[1].data_ptr()
+    for tensors_of_layout in (heads_last, packed):
+        assert plan.have_common_strides(packed[0].shape, [x.stride() for x in tensors_of_layout])
     assert attend(mix, "triton")(*heads_last, *tensors[3:]).stride() == heads_last[0].stride()
 
 
@@ -111,6 +127,141 @@ def test_splits_with_as_many_global_tokens_as_possible(many_splits, block):
 
     expected = output_and_gradients(attention("torch"), tensors, torch.float64)
     assert_float32_accuracy(output_and_gradients(attention("triton"), tensors), expected)
+
+
+def block_diag(backend, mask=None, block=48, counts=None, dropout=0.0):
+    """Return block-diagonal attention with global tokens as a function of q, k and v."""
+    spec = Spec(DIAG, block, dropout, max_global=0 if counts is None else int(counts.max()))
+    seed = torch.tensor([7], device=DEVICE) if dropout else None
+
+    def function(q, k, v):
+        return dispatch.attend(spec, Inputs(q, k, v, padding=mask, global_counts=counts, seed=seed), backend)
+
+    return function
+
+
+@pytest.mark.parametrize("block", [16, 48, 80])  # a tile has several blocks, one block, and a part of a block
+@pytest.mark.parametrize("has_global", [False, True])
+def test_block_diag_equals_the_definition(many_splits, has_global, block):
+    tensors = inputs("lln", length=200, device=DEVICE)[:3]
+    mask = holes(2, 200, DEVICE)
+    counts = torch.tensor([200, 70], device=DEVICE) if has_global else None
+
+    def expected(q, k, v):
+        return reference.block_diag_matrix(q, k, block, mask, counts) @ v
+
+    results = output_and_gradients(block_diag("triton", mask, block, counts), tensors)
+
+    assert_float32_accuracy(results, output_and_gradients(expected, tensors, torch.float64))
+    padded_tokens = mask[:, None, :, None].expand_as(tensors[0])
+    assert (results[2][padded_tokens] == 0).all()
+    assert (results[3][padded_tokens] == 0).all()
+
+
+def test_block_diag_multiplies_in_half_precision(monkeypatch):
+    settings = []
+
+    def record(kernel, *tensors):
+        settings.append(kernel.constants["META"])
+        launch.launch_kernel(kernel, *tensors)
+
+    monkeypatch.setattr(triton, "launch_kernel", record)
+    tensors = inputs("lln", length=100, dtype=torch.float16, device=DEVICE)[:3]
+
+    results = output_and_gradients(block_diag("triton"), tensors)
+
+    assert [str(x.dot) for x in settings] == ["fp16", "fp16"]
+    exact = output_and_gradients(lambda q, k, v: reference.block_diag_matrix(q, k, 48) @ v, tensors, torch.float64)
+    assert max(errors(results, exact).values()) < 2e-3
+
+
+@pytest.mark.parametrize("mix", [*TESTED_MIXES, GLOBAL])
+def test_a_planned_kernel_always_gets_the_same_kind_of_arguments(mix, monkeypatch):
+    """Triton compiles another kernel for None, another dtype or another alignment, and a plan keeps only one.
+
+    A compiled kernel that is called directly gets the arguments that Triton would bind.
+    """
+    kinds = {}
+
+    def record(kernel, *tensors):
+        kind = tuple(None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in tensors)
+        assert kinds.setdefault(kernel, kind) == kind
+        constants = {name: value for name, value in kernel.constants.items() if name in kernel.function.arg_names}
+        bound = inspect.signature(kernel.function.fn).bind(*tensors, *kernel.numbers, **constants)
+        bound.apply_defaults()
+        assert [id(x) for x in bound.arguments.values()] == [id(x) for x in (*tensors, *kernel.arguments)]
+        launch.launch_kernel(kernel, *tensors)
+
+    monkeypatch.setattr(triton, "launch_kernel", record)
+    padding = padding_mask(2, 100)
+    for needed in itertools.product([False, True], repeat=3):
+        for mask, start in ((None, 0), (padding, 0), (None, 1), (padding, 3)):
+            tensors = inputs(mix, length=100 + start, device=DEVICE)
+            qkv = [x.detach()[:, :, start:].requires_grad_() for x in tensors[:3]]
+            scalars = [x.detach().requires_grad_(need) for x, need in zip(tensors[3:], needed, strict=False)]
+            attend(mix, "triton", mask)(*qkv, *scalars).sum().backward()
+    assert len(kinds) > 8
+
+
+def test_block_diag_gradients_have_the_dropout_of_the_output():
+    """The output is linear in v, so that <grad, out> = <v, dv>."""
+    tensors = inputs("lln", length=100, device=DEVICE)[:3]
+    grad = torch.randn(tensors[0].shape, device=DEVICE)
+
+    out, *_, dv = output_and_gradients(block_diag("triton", dropout=0.3), tensors, grad=grad)
+
+    assert not torch.equal(out, block_diag("triton")(*tensors))
+    torch.testing.assert_close((grad * out).sum(), (tensors[2] * dv).sum(), rtol=1e-4, atol=1e-4)
+
+
+def test_block_diag_is_an_operator_of_torch():
+    """torch.compile calls the operator, whose saved tensors and α and β are empty here."""
+    tensors = inputs("lln", length=100, device=DEVICE)[:3]
+    spec = Spec(DIAG, 48)
+
+    results = output_and_gradients(lambda q, k, v: compiled_attention(spec, Inputs(q, k, v), "triton"), tensors)
+
+    assert all(map(torch.equal, results, output_and_gradients(block_diag("triton"), tensors)))
+
+
+def shifted(x):
+    """Return a copy of x whose address is not a multiple of 16, with the same strides."""
+    memory = x.new_empty(x.numel() + 1)
+    copy = memory[1:].view(x.shape)
+    copy.copy_(x)
+    return copy
+
+
+@pytest.mark.parametrize("mix", [*TESTED_MIXES, GLOBAL])
+def test_unaligned_tensors_have_plans_of_their_own(mix):
+    tensors = inputs(mix, device=DEVICE)
+    forget_plans()
+    expected = output_and_gradients(attend(mix, "triton"), tensors)
+    plans = plan.plan_forward.cache_info().currsize
+
+    actual = output_and_gradients(attend(mix, "triton"), [shifted(x) for x in tensors])
+    output_and_gradients(attend(mix, "triton"), tensors)
+
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)  # torch computes the rows of global tokens
+    assert (plans, plan.plan_forward.cache_info().currsize) == (1, 2)
+
+
+def test_threads_share_plans(monkeypatch):
+    lock = Lock()
+
+    def launch_alone(kernel, *tensors):
+        with lock:  # the interpreter of Triton runs in one thread at a time
+            launch.launch_kernel(kernel, *tensors)
+
+    monkeypatch.setattr(triton, "launch_kernel", launch_alone)
+    tensors = inputs("average", device=DEVICE)
+    expected = attend("average", "triton")(*tensors)
+    forget_plans()
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: attend("average", "triton")(*tensors), range(8)))
+
+    assert all(torch.equal(x, expected) for x in results)
 
 
 BLOCK_SIZE = 48
@@ -232,6 +383,29 @@ def test_unsupported_tensors_are_rejected_with_a_reason():
     assert "48" in triton.reason_against(Spec(LLN), q[..., :48])
     with pytest.raises(ValueError, match="blocks of 16 to 256 tokens, not 8"):
         lln_diag_attention(q, q, q, 1.0, 1.0, None, 8, backend="triton")
+
+
+def may_be_none(node):
+    """Return True if an expression, or one of the entries of a tuple or namedtuple, can be the constant None."""
+    if isinstance(node, ast.IfExp):
+        return may_be_none(node.body) or may_be_none(node.orelse)
+    if isinstance(node, ast.Tuple):
+        return any(may_be_none(x) for x in node.elts)
+    if isinstance(node, ast.Call):
+        return any(may_be_none(x) for x in [*node.args, *(keyword.value for keyword in node.keywords)])
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def test_no_device_function_returns_none():
+    """Triton 3.6 cannot compile a device function that returns None inside a tuple. The interpreter can."""
+    functions = 0
+    for path in Path(triton.__file__).parent.glob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef) and any("jit" in ast.unparse(x) for x in function.decorator_list):
+                functions += 1
+                returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
+                assert not any(may_be_none(x) for x in returned), function.name
+    assert functions > 40
 
 
 @native

@@ -46,7 +46,18 @@ LARGEST_STACK = {
     (90, 128, "_backward_kernel_keys"): 2112,
     (90, 128, "_backward_kernel_queries_keys"): 376,
 }
-TILES = ("lln", "diag", "joint", "global", "moments", "block256", "joint-block256", "global-block256")
+TILES = (
+    "lln",
+    "diag",
+    "blocks",
+    "blocks-global",
+    "joint",
+    "global",
+    "moments",
+    "block256",
+    "joint-block256",
+    "global-block256",
+)
 VARIANTS = ("dropout", "block16", "joint-dropout", "joint-block16", "global-block16")
 # Architecture, head dim, dtype, and the cases of aot_compile.py.
 COMPILED = [

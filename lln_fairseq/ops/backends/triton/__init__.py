@@ -10,45 +10,35 @@ in float32, with logarithms in base 2. S is (B H, D, D) in the dtype of q.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from lln_fairseq.ops.backends.triton.backward_kernels import (
-    _backward_kernel,
-    _combine_grad_state_kernel,
-    _global_keys_kernel,
-    _grad_state_kernel,
+from lln_fairseq.ops.backends.triton.launch import device_of, launch_kernel, mask_bytes, reason_against, workspace
+from lln_fairseq.ops.backends.triton.plan import (
+    SplitPlan,
+    have_common_strides,
+    layout_of,
+    plan_backward,
+    plan_forward,
+    plan_moments,
 )
-from lln_fairseq.ops.backends.triton.launch import (
-    aligned,
-    chunk_options,
-    device_of,
-    kernel_options,
-    mask_bytes,
-    reason_against,
-    split_tokens,
-    strides,
-    workspace,
-)
-from lln_fairseq.ops.backends.triton.moment_kernels import _moments_combine_kernel, _moments_kernel
-from lln_fairseq.ops.backends.triton.output_kernels import _output_kernel
-from lln_fairseq.ops.backends.triton.state_kernels import _combine_state_kernel, _state_kernel
 from lln_fairseq.ops.exchange import Exchange
-from lln_fairseq.ops.formula import AVERAGE, JOINT, LLN, WEIGHTS, Inputs, Spec, count_global_keys
+from lln_fairseq.ops.formula import DIAG, JOINT, LLN, Inputs, Spec
 from lln_fairseq.ops.moment_matching import calibration_table
 
 __all__ = ["allocate", "backward", "forward", "match_moments", "reason_against"]
 
 StateTensors = tuple[Tensor, Tensor, Tensor]
-Arguments = dict[str, Any]
 
 
 def allocate(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """See `Backend.allocate`."""
-    return [torch.empty_like(x) for x in aligned(q, k, v)], _empty_state(q)
+    results = [q, k, v]
+    if not have_common_strides(q.shape, [x.stride() for x in results]):
+        results = [x.contiguous() for x in results]
+    saved = () if spec.form == DIAG else _empty_state(q)
+    return [torch.empty_like(x) for x in results], saved
 
 
 def _empty_state(q: Tensor, dtype: torch.dtype | None = None) -> StateTensors:
@@ -60,91 +50,73 @@ def _empty_state(q: Tensor, dtype: torch.dtype | None = None) -> StateTensors:
 
 def forward(
     spec: Spec, inputs: Inputs, exchange: Exchange | None = None
-) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
-    """See `Backend.forward`. The kernels read or write N x D numbers per head 4 times, or 6 times with blocks."""
-    alpha = inputs.alpha
-    beta = inputs.beta
-    if alpha is None or beta is None:
-        table = calibration_table(inputs.q.shape[-1], inputs.q.device)
-        alpha, beta = match_moments(inputs.q, inputs.k, inputs.padding, table)
-    q, k, v = aligned(*inputs[:3])
-    call = _call_arguments(spec, inputs._replace(q=q, k=k, v=v, alpha=alpha, beta=beta))
+) -> tuple[Tensor, Tensor | None, Tensor | None, Sequence[Tensor]]:
+    """See `Backend.forward`. The kernels read or write N x D numbers per head 4 times, or 6 with LLN and blocks."""
+    q, k, v, alpha, beta, offset, padding, counts, seed = inputs
+    if spec.form != DIAG and (alpha is None or beta is None):
+        table = calibration_table(q.shape[-1], q.device)
+        alpha, beta = match_moments(q, k, padding, table)
+    alpha_beta = (_dense(alpha), _dense(beta))
+    offset = _dense(offset)
+    padding = mask_bytes(padding)
+    layout = layout_of(q, k, v, *alpha_beta, offset, padding, counts, seed)
+    plan = plan_forward(spec, layout, exchange is not None)
+    if plan.is_copied:
+        q = q.contiguous()
+        k = k.contiguous()
+        v = v.contiguous()
     out = torch.empty_like(q)
+    state: Sequence[Tensor] = ()
     with device_of(q):
-        if exchange is None:
-            state = _compute_state(call, _empty_state(q))
-        else:
-            state = _exchange_state(call, exchange)
-        grid, options = chunk_options(q, "output", spec)
-        _output_kernel[grid](**call, **_state_arguments(state), out=out, **strides(out, "s_out"), **options)
+        if plan.state is not None:
+            if exchange is None:
+                state = _compute_state(plan.state, k, v, padding, alpha_beta[1], _empty_state(q))
+            else:
+                state = _exchange_state(plan.state, k, v, padding, alpha_beta[1], exchange)
+        numbers = _numbers_of_keys(spec, plan.has_global, padding, counts)
+        state_arguments = state or (None, None, None)
+        launch_kernel(plan.output, q, k, v, padding, *numbers, *alpha_beta, offset, seed, *state_arguments, out)
     return out, alpha, beta, state
 
 
-def _call_arguments(spec: Spec, inputs: Inputs) -> Arguments:
-    """Return the arguments that the kernels over chunks have in common. q, k and v must have common strides."""
-    q, k, v, alpha, beta, offset, *_ = inputs
-    assert alpha is not None
-    assert beta is not None
-    arguments = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "padding": mask_bytes(inputs.padding),
-        "num_padding": None,
-        "num_global": None,
-        "alpha": alpha.contiguous(),
-        "beta": beta.contiguous(),
-        "offset": None if offset is None else offset.contiguous(),
-        "seed": inputs.seed,
-        "H": q.shape[1],
-        "N": q.shape[2],
-        **strides(q),
-    }
-    if spec.form == JOINT:
-        if inputs.padding is not None:
-            arguments["num_padding"] = inputs.padding.sum(dim=-1, dtype=torch.int32)
-        if count_global_keys(spec.max_global, q.shape[2], spec.block_size):
-            arguments["num_global"] = inputs.global_counts
-    return arguments
+def _dense(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
-def _select(arguments: Arguments, *names: str) -> Arguments:
-    return {name: arguments[name] for name in names}
+def _numbers_of_keys(
+    spec: Spec, has_global: bool, padding: Tensor | None, counts: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the numbers of padding tokens and of global tokens of every sequence, (B,); None for those not needed."""
+    num_padding = None
+    if spec.form == JOINT and padding is not None:
+        num_padding = padding.sum(dim=-1, dtype=torch.int32)
+    return num_padding, counts if has_global else None
 
 
-def _state_arguments(state: Sequence[Tensor]) -> Arguments:
-    return dict(zip(("maximum", "log_total", "S"), state, strict=True))
-
-
-def _compute_state(call: Arguments, state: StateTensors) -> StateTensors:
+def _compute_state(
+    plan: SplitPlan, k: Tensor, v: Tensor, padding: Tensor | None, beta: Tensor | None, state: StateTensors
+) -> StateTensors:
     """Compute the state of the keys, and return the tensors in `state`, which are overwritten."""
-    k = call["k"]
-    batch, heads, length, dim = k.shape
-    bh = batch * heads
-    splits, tokens = split_tokens(length, dim)
     parts = state
-    if splits > 1:
+    if plan.combine is not None:
+        bh = k.shape[0] * k.shape[1]
+        dim = k.shape[3]
+        splits = plan.splits
         parts = (workspace(k, bh, splits, dim), workspace(k, bh, splits, dim), workspace(k, bh, splits, dim, dim))
-    _state_kernel[bh, splits](
-        **_select(call, "k", "v", "padding", "beta", "s_b", "s_h", "s_n", "H", "N"),
-        **_state_arguments(parts),
-        T=tokens,
-        FINAL=splits == 1,
-        **kernel_options(k, "state"),
-    )
-    if splits > 1:
-        _combine_state_kernel[bh, dim * dim // 256](*parts, *state, splits, D=dim, COLS=256, num_warps=4)
+    launch_kernel(plan.kernel, k, v, padding, beta, *parts)
+    if plan.combine is not None:
+        launch_kernel(plan.combine, *parts, *state)
     return state
 
 
-def _exchange_state(call: Arguments, exchange: Exchange) -> StateTensors:
+def _exchange_state(
+    plan: SplitPlan, k: Tensor, v: Tensor, padding: Tensor | None, beta: Tensor | None, exchange: Exchange
+) -> StateTensors:
     """Return the state over the keys of all workers.
 
     The workers exchange three float32 tensors: the maximum in base e, the total, and S.
     """
-    k = call["k"]
-    padding = call["padding"]
-    maximum, log_total, state = _compute_state(call, _empty_state(k, torch.float32))
+    maximum, log_total, state = _compute_state(plan, k, v, padding, beta, _empty_state(k, torch.float32))
     total = log_total.exp2()
     if padding is not None:
         # The total must be 0 for a sequence that is all padding, but the kernel stores log_total = 0.
@@ -161,144 +133,88 @@ def backward(
     needed: Sequence[bool],
     exchange: Exchange | None = None,
 ) -> Sequence[Tensor | None]:
-    """See `Backend.backward`. The kernels read or write N x D numbers per head 7, 9 (blocks) or 13 times (joint)."""
-    q, k, v = aligned(*inputs[:3])
+    """See `Backend.backward`.
+
+    The kernels read or write N x D numbers per head 7 times (LLN, Diag), 9 times (average) or 13 times (joint).
+    """
+    q, k, v, alpha, beta, offset, padding, counts, seed = inputs
     if grad.stride(-1) != 1:  # an expanded gradient, such as that of .sum()
         grad = grad.contiguous()
+    if spec.form == DIAG:
+        alpha = None
+        beta = None
+    alpha_beta = (_dense(alpha), _dense(beta))
+    offset = _dense(offset)
+    padding = mask_bytes(padding)
+    layout = layout_of(q, k, v, *alpha_beta, offset, padding, counts, seed, *saved, grad)
+    plan = plan_backward(spec, layout, tuple(needed), exchange is not None)
+    if plan.is_copied:
+        q = q.contiguous()
+        k = k.contiguous()
+        v = v.contiguous()
+    batch, heads, length, dim = q.shape
     dq = torch.empty_like(q)
     dk = torch.empty_like(k)
     dv = torch.empty_like(v)
-    call = {
-        **_call_arguments(spec, inputs._replace(q=q, k=k, v=v)),
-        **_state_arguments(saved),
-        "do": grad,
-        "query_stats": None,
-        **strides(grad, "s_do"),
-        **strides(dq, "s_out"),
-    }
+    query_stats = None
+    if plan.stats:
+        query_stats = workspace(q, plan.stats, batch * heads, length)
+    g = None
+    grad_state = None
+    global_sums = None
+    dalpha = workspace(q, *plan.alpha_terms) if plan.alpha_terms else None
+    dbeta = workspace(q, *plan.beta_terms) if plan.beta_terms else None
+    doffset = workspace(q, *plan.offset_terms) if plan.offset_terms else None
     with device_of(q):
-        if spec.form == LLN:
-            g, grad_state, dalpha = _compute_grad_state(spec, call, exchange, dq, needed[0])
-            _, dbeta, _ = _launch_backward("keys", spec, call, needed, dk=dk, dv=dv, g=g, dS=grad_state)
-            return dq, dk, dv, dalpha, dbeta, None
-        if spec.form == AVERAGE:
-            g, grad_state, _ = _compute_grad_state(spec, call, exchange)
-            scalars = _launch_backward("both", spec, call, needed, dq=dq, dk=dk, dv=dv, g=g, dS=grad_state)
-            return dq, dk, dv, *scalars
-        call["query_stats"] = workspace(q, 6, q.shape[0] * q.shape[1], q.shape[2])
-        dalpha, _, doffset = _launch_backward("queries", spec, call, needed, dq=dq)
-        g, grad_state, _ = _compute_grad_state(spec, call, exchange)
-        _, dbeta, _ = _launch_backward("keys", spec, call, needed, dk=dk, dv=dv, g=g, dS=grad_state)
-        return dq, dk, dv, dalpha, dbeta, doffset
-
-
-def _launch_backward(
-    passes: str, spec: Spec, call: Arguments, needed: Sequence[bool], **tensors: Tensor
-) -> list[Tensor | None]:
-    """Launch _backward_kernel for the passes "queries", "keys" or "both".
-
-    Returns: the gradients of α, β and the offset, (B, H) float32. Each is None if it is not needed, or if these passes
-        do not compute it.
-    """
-    q = call["q"]
-    batch, heads, length, _ = q.shape
-    grid, options = chunk_options(q, passes, spec)
-    settings = options["META"]
-    has_queries = passes != "keys"
-    has_keys = passes != "queries"
-    arguments = {**call, **dict.fromkeys(("dq", "dk", "dv", "g", "dS", "global_sums")), **tensors}
-    arguments.update(num_splits=0, max_rows=0)
-    if passes == "both" and settings.chunk > settings.rows:  # the statistics of the queries do not fit in one tile
-        arguments["query_stats"] = workspace(q, 2, batch * heads, length)
-    if has_keys and settings.has_global:
-        arguments.update(_sum_global_keys(spec, call, options))
-    # Each program writes its term of these gradients.
-    terms: list[Tensor | None] = []
-    for is_needed, is_computed in zip(needed, (has_queries, has_keys, has_queries and spec.form == JOINT), strict=True):
-        terms.append(workspace(q, *grid) if is_needed and is_computed else None)
-    arguments.update(zip(("dalpha", "dbeta", "doffset"), terms, strict=True))
-    _backward_kernel[grid](**arguments, QUERIES=has_queries, KEYS=has_keys, **options)
-    return [_sum_programs(x, batch, heads) for x in terms]
-
-
-def _sum_global_keys(spec: Spec, call: Arguments, options: Arguments) -> Arguments:
-    """Compute what the queries of later chunks add to the gradients of the global keys.
-
-    `options` are those of the launch of _backward_kernel for the keys. Returns: arguments of that launch.
-    """
-    q = call["q"]
-    batch, heads, length, dim = q.shape
-    settings = options["META"]
-    chunks = math.ceil(count_global_keys(spec.max_global, length, spec.block_size) / settings.chunk)
-    splits, tokens = split_tokens(length, dim)
-    max_rows = chunks * settings.chunk
-    global_sums = workspace(q, batch * heads, splits, 3, max_rows, dim)
-    names = (
-        "q",
-        "k",
-        "v",
-        "do",
-        "padding",
-        "num_global",
-        "alpha",
-        "beta",
-        "seed",
-        "maximum",
-        "log_total",
-        "query_stats",
-    )
-    _global_keys_kernel[batch * heads, splits, chunks](
-        **_select(call, *names, "s_b", "s_h", "s_n", "s_do_b", "s_do_h", "s_do_n", "H", "N"),
-        global_sums=global_sums,
-        T=tokens,
-        **{**options, "META": settings._replace(block=settings.chunk, has_global=False)},
-    )
-    return {"global_sums": global_sums, "num_splits": splits, "max_rows": max_rows}
+        numbers = _numbers_of_keys(spec, plan.has_global, padding, counts)
+        state = saved or (None, None, None)
+        tensors = (q, k, v, grad, padding, *numbers, *alpha_beta, offset, seed, *state)
+        if plan.queries is not None:
+            launch_kernel(plan.queries, *tensors, None, None, query_stats, None, dq, None, None, dalpha, None, doffset)
+        if plan.grad_state is not None:
+            g = workspace(q, batch * heads, dim)
+            grad_state = torch.empty_like(saved[2])
+            results = (dq, dalpha) if spec.form == LLN else (None, None)
+            inner = (q, grad, padding, alpha_beta[0], *saved, query_stats if spec.form == JOINT else None)
+            _compute_grad_state(plan.grad_state, inner, saved, g, grad_state, results, exchange)
+        if plan.global_keys is not None:
+            global_sums = workspace(q, *plan.global_sums)
+            inner = (q, k, v, grad, padding, numbers[1], *alpha_beta, seed, *state[:2], query_stats)
+            launch_kernel(plan.global_keys, *inner, global_sums)
+        if plan.queries is None and spec.form != LLN:
+            launch_kernel(plan.keys, *tensors, g, grad_state, query_stats, None, dq, dk, dv, dalpha, dbeta, None)
+        else:
+            launch_kernel(plan.keys, *tensors, g, grad_state, query_stats, global_sums, None, dk, dv, None, dbeta, None)
+    return dq, dk, dv, *(_sum_programs(x, batch, heads) for x in (dalpha, dbeta, doffset))
 
 
 def _compute_grad_state(
-    spec: Spec, call: Arguments, exchange: Exchange | None, dq: Tensor | None = None, needs_alpha: bool = False
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    plan: SplitPlan,
+    tensors: Sequence[Tensor | None],
+    saved: Sequence[Tensor],
+    g: Tensor,
+    grad_state: Tensor,
+    results: tuple[Tensor | None, Tensor | None],
+    exchange: Exchange | None,
+) -> None:
     """Compute the sums over the queries that backward_kernels.py defines; with an exchange, over those of all workers.
 
-    Only for LLN, dq is a tensor to be overwritten with the gradient of q.
-
-    Returns: g (B H, D) in float32, state_scale · dS / total (B H, D, D) in the dtype of q, and the gradient of α if it
-        is needed. The first two are multiplied by the weight of LLN.
+    Args:
+        tensors: the inputs of the kernel.
+        g, grad_state: outputs. g is (B H, D) in float32, grad_state is state_scale · dS / total (B H, D, D) in the
+            dtype of q. Both are multiplied by the weight of LLN.
+        results: outputs, dq and the terms of the gradient of α; None if they are not computed here.
     """
-    q = call["q"]
-    batch, heads, length, dim = q.shape
-    bh = batch * heads
-    splits, tokens = split_tokens(length, dim)
-    g = workspace(q, bh, dim)
-    grad_state = torch.empty_like(call["S"])
-    dalpha = workspace(q, bh, splits) if needs_alpha else None
-    final = splits == 1 and exchange is None
     parts = (g, grad_state)
-    if not final:
-        parts = (workspace(q, bh, splits, dim), workspace(q, bh, splits, dim, dim))
-    names = ("q", "do", "padding", "alpha", "maximum", "log_total", "S", "query_stats", "H", "N")
-    _grad_state_kernel[bh, splits](
-        **_select(call, *names, "s_b", "s_h", "s_n", "s_do_b", "s_do_h", "s_do_n", "s_out_b", "s_out_h", "s_out_n"),
-        g=parts[0],
-        dS=parts[1],
-        dq=dq,
-        dalpha=dalpha,
-        T=tokens,
-        FINAL=final,
-        **kernel_options(q, "grad_state", spec.form),
-    )
+    if plan.combine is not None:
+        bh, dim = g.shape
+        parts = (workspace(g, bh, plan.splits, dim), workspace(g, bh, plan.splits, dim, dim))
+    launch_kernel(plan.kernel, *tensors, *parts, *results)
     if exchange is not None:
-        # The sum over the splits and the workers takes the place of a single split.
         grad_state_sum, g_sum = exchange.sum(parts[1].sum(dim=1), parts[0].sum(dim=1))
         parts = (g_sum, grad_state_sum)
-        splits = 1
-    if not final:
-        weight, _ = WEIGHTS[spec.form]
-        _combine_grad_state_kernel[bh, dim * dim // 256](
-            *parts, call["log_total"], call["S"], g, grad_state, length, splits, weight, D=dim, COLS=256, num_warps=4
-        )
-    return g, grad_state, _sum_programs(dalpha, batch, heads)
+    if plan.combine is not None:
+        launch_kernel(plan.combine, *parts, *saved[1:], g, grad_state)
 
 
 def _sum_programs(terms: Tensor | None, batch: int, heads: int) -> Tensor | None:
@@ -322,46 +238,23 @@ def match_moments(q: Tensor, k: Tensor, padding: Tensor | None, table: Sequence[
 
     Returns: α and β, both (B, H) in float32, without gradient.
     """
-    q, k = aligned(q, k)
+    log_s, log_sigma2 = table
+    if log_s.device != q.device or log_s.dtype != torch.float32:
+        log_s = log_s.to(device=q.device, dtype=torch.float32)
+        log_sigma2 = log_sigma2.to(device=q.device, dtype=torch.float32)
     padding = mask_bytes(padding)
-    batch, heads, length, dim = q.shape
-    splits, tokens = split_tokens(length, dim)
-    table = [x.to(device=q.device, dtype=torch.float32).contiguous() for x in table]
-    size = len(table[0])
-    size_2 = triton.next_power_of_2(size)
+    is_copied, plan = plan_moments(layout_of(q, k, padding, log_s, log_sigma2), log_s.shape[0])
+    if is_copied:
+        q = q.contiguous()
+        k = k.contiguous()
+    batch, heads, _, _ = q.shape
     alpha = workspace(q, batch, heads)
     beta = workspace(q, batch, heads)
     part = None
-    if splits > 1:
-        part = workspace(q, 5, batch * heads, splits)
+    if plan.combine is not None:
+        part = workspace(q, 5, batch * heads, plan.splits)
     with device_of(q):
-        _moments_kernel[batch * heads, splits](
-            q,
-            k,
-            padding,
-            *table,
-            part,
-            alpha,
-            beta,
-            **strides(q),
-            H=heads,
-            N=length,
-            T=tokens,
-            SIZE=size,
-            SIZE_2=size_2,
-            FINAL=splits == 1,
-            **kernel_options(q, "moments"),
-        )
-        if splits > 1:
-            _moments_combine_kernel[(batch * heads,)](
-                part,
-                *table,
-                alpha,
-                beta,
-                splits,
-                SPLITS_2=triton.next_power_of_2(splits),
-                SIZE=size,
-                SIZE_2=size_2,
-                num_warps=1,
-            )
+        launch_kernel(plan.kernel, q, k, padding, log_s, log_sigma2, part, alpha, beta)
+        if plan.combine is not None:
+            launch_kernel(plan.combine, part, log_s, log_sigma2, alpha, beta)
     return alpha, beta

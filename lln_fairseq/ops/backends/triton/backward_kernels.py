@@ -16,10 +16,12 @@ which does not need dA.
 The kernels, in the order of their launches:
 
     joint form     _backward_kernel with QUERIES   reads q, k, v, do; writes dq, dα, the gradient of o, and query_stats
-    all forms      _grad_state_kernel              reads q, do; writes dS and g of each split; for LLN also dq and dα
-    all forms      _combine_grad_state_kernel      adds up the splits; launched only if there are several
+    with LLN       _grad_state_kernel              reads q, do; writes dS and g of each split; for LLN also dq and dα
+    with LLN       _combine_grad_state_kernel      adds up the splits; launched only if there are several
     global tokens  _global_keys_kernel             reads q, do; writes what queries of later chunks add to global keys
     LLN            _backward_kernel with KEYS      reads k, v; writes dk, dv and dβ
+    block-diagonal _backward_kernel with both      reads q, k, v, do; writes dq, dk, dv; as the joint form's two kernels
+                                                   if there are global tokens
     joint form     _backward_kernel with KEYS      reads q, k, v, do; writes dk, dv and dβ
     average        _backward_kernel with both      reads q, k, v, do; writes dq, dk, dv, dα and dβ
 
@@ -53,6 +55,7 @@ from lln_fairseq.ops.backends.triton.block_functions import (
     _softmax_step,
 )
 from lln_fairseq.ops.backends.triton.device import (
+    DIAG,
     JOINT,
     LLN,
     LOG2E,
@@ -155,7 +158,7 @@ def _load_query_stats(query_stats, head, o_q, mask, META: tl.constexpr):
         b_delta = tl.load(p + 5 * stride + o_q, mask=mask, other=0.0)
         return QueryStats(b_lse, b_de, b_c, b_block_weight, b_du, b_delta)
     else:
-        return QueryStats(b_lse, b_de, None, None, None, None)
+        return QueryStats(b_lse, b_de, 0.0, 0.0, 0.0, 0.0)
 
 
 @triton.jit
@@ -313,10 +316,12 @@ def _sum_over_block(head, state, b_q, b_do, o_q, start, end, META: tl.constexpr)
         lse and de; in the joint form also Σ_j M, Σ_j M E and the number of keys, otherwise 0. Each is (rows,).
     """
     ROWS: tl.constexpr = META.rows
-    inverse_least, b_least_over_total = _load_inverse_total(state, META)
-    b_a = _query_features(b_q, head.alpha, _load_log_sum(state, META))
-    b_scaled_a = (b_a * b_least_over_total[None, :]).to(META.dot)
-    b_maximum = tl.load(state.maximum + tl.arange(0, META.dim))
+    inverse_least = 1.0
+    if META.form == JOINT:
+        inverse_least, b_least_over_total = _load_inverse_total(state, META)
+        b_a = _query_features(b_q, head.alpha, _load_log_sum(state, META))
+        b_scaled_a = (b_a * b_least_over_total[None, :]).to(META.dot)
+        b_maximum = tl.load(state.maximum + tl.arange(0, META.dim))
     b_row_max = tl.full([ROWS], LOWEST, tl.float32)
     b_row_sum = tl.zeros([ROWS], tl.float32)
     b_de = tl.zeros([ROWS], tl.float32)
@@ -353,7 +358,8 @@ def _add_block_gradients(b_da, head, state, b_q, b_do, stats, o_q, start, end, M
         The part of dq that comes from the softmax, without the factor META.weight / √D, and b_da + X W in the joint
         form, otherwise b_da; both (rows, D) float32.
     """
-    b_maximum = tl.load(state.maximum + tl.arange(0, META.dim))
+    if META.form == JOINT:
+        b_maximum = tl.load(state.maximum + tl.arange(0, META.dim))
     b_dq = tl.zeros_like(b_da)
     for i_r in range(0, _count_key_rows(head, start, META), META.rows):
         o_k, real, b_k, b_v = _load_chunk_keys(head, start, end, i_r, META)
@@ -402,7 +408,7 @@ def _query_pass(head, state, offset, query_stats, dq, stride_dq, dalpha, doffset
         b_da = tl.zeros([ROWS, D], tl.float32)
         # (rows,)
         b_lse, b_de, b_inside, b_me, b_num_keys = _sum_over_block(head, state, b_q, b_do, o_q, start, end, META)
-        if head.padding is not None:
+        if META.has_padding:
             b_lse = tl.where(usable, b_lse, float("inf"))  # weights of unusable queries become 0 in the key pass
         stats = QueryStats(b_lse, b_de, b_zero, b_zero, b_zero, b_zero)
         if META.form == JOINT:
@@ -422,15 +428,18 @@ def _query_pass(head, state, offset, query_stats, dq, stride_dq, dalpha, doffset
         b_dq, b_da = _add_block_gradients(b_da, head, state, b_q, b_do, stats, o_q, start, end, META)
         if query_stats is not None:
             _store_query_stats(query_stats, head, o_q, in_range, stats, META)
-        b_q = _load_rows(head.q, i_t, head.stride, usable, META)
-        if META.form == JOINT:
-            b_da *= tl.exp2(-tl.load(state.log_total + tl.arange(0, D)))[None, :]
-        else:
-            b_a = _query_features(b_q, head.alpha, _load_log_sum(state, META))
-            b_da = _add_times_transposed(b_da, head.do, i_t, head.stride_do, in_range, state.S, META)
-            b_delta = tl.sum(b_a * b_da, 1)
-        b_dx = META.weight * b_a * (b_da - b_delta[:, None])
-        _store_rows(dq, i_t, stride_dq, head.alpha * b_dx + (META.weight * META.scale) * b_dq, in_range, META)
+        b_dq *= META.weight * META.scale
+        if META.form != DIAG:
+            b_q = _load_rows(head.q, i_t, head.stride, usable, META)
+            if META.form == JOINT:
+                b_da *= tl.exp2(-tl.load(state.log_total + tl.arange(0, D)))[None, :]
+            else:
+                b_a = _query_features(b_q, head.alpha, _load_log_sum(state, META))
+                b_da = _add_times_transposed(b_da, head.do, i_t, head.stride_do, in_range, state.S, META)
+                b_delta = tl.sum(b_a * b_da, 1)
+            b_dx = META.weight * b_a * (b_da - b_delta[:, None])
+            b_dq += head.alpha * b_dx
+        _store_rows(dq, i_t, stride_dq, b_dq, in_range, META)
         if dalpha is not None:
             b_dalpha += tl.sum(b_q.to(tl.float32) * b_dx, 1)
     if dalpha is not None:
@@ -457,7 +466,8 @@ def _sum_over_queries(
     """
     D: tl.constexpr = META.dim
     ROWS: tl.constexpr = META.rows
-    b_w = _key_features(b_k, real, head.beta, tl.load(state.maximum + tl.arange(0, D))).to(META.dot)
+    if META.form == JOINT:
+        b_w = _key_features(b_k, real, head.beta, tl.load(state.maximum + tl.arange(0, D))).to(META.dot)
     b_dv = tl.zeros([ROWS, D], tl.float32)
     b_dk = tl.zeros([ROWS, D], tl.float32)
     b_xa = tl.zeros([ROWS, D], tl.float32)
@@ -470,7 +480,7 @@ def _sum_over_queries(
         else:
             stats = tile_stats
         usable = in_range
-        if head.padding is not None:
+        if META.has_padding:
             usable = in_range & (stats.lse != float("inf"))
         b_q = _load_rows(head.q, i_t, head.stride, usable, META)
         b_do = _load_rows(head.do, i_t, head.stride_do, in_range, META).to(META.dot)
@@ -532,8 +542,10 @@ def _key_pass(
     D: tl.constexpr = META.dim
     ROWS: tl.constexpr = META.rows
     o_d = tl.arange(0, D)
-    scale = _state_scale(tl.load(state.log_total + o_d), head.N)
-    unscale = 1.0 / scale
+    scale = 1.0
+    if META.form != DIAG:
+        scale = _state_scale(tl.load(state.log_total + o_d), head.N)
+        unscale = 1.0 / scale
     b_dbeta = tl.zeros([ROWS], tl.float32)
     for i_r in range(0, META.chunk, ROWS):
         i_t = start + i_r
@@ -555,16 +567,19 @@ def _key_pass(
                     b_block_dk += _load_rows(p_sums + max_rows * D, i_t, D, is_global, META)
                     b_dw += _load_rows(p_sums + 2 * max_rows * D, i_t, D, is_global, META)
             b_dv *= META.weight * scale
-        b_dv = unscale * _add_key_features_times_matrix(b_dv, head, i_t, real, state.maximum, dS, META)
+        if META.form != DIAG:
+            b_dv = unscale * _add_key_features_times_matrix(b_dv, head, i_t, real, state.maximum, dS, META)
         _store_rows(dv, i_t, stride_out, tl.where(real[:, None], b_dv, 0.0), o_k < end, META)
         if META.form == JOINT:  # Xᵀ A / total, times the scale of dS
             b_dw *= (scale * tl.exp2(-tl.load(state.log_total + o_d)))[None, :]
-        b_dw = unscale * _add_times_transposed(b_dw, head.v, i_t, head.stride, real, dS, META)
-        # k is loaded again, so that it does not stay in registers.
-        b_k = _load_rows(head.k, i_t, head.stride, real, META)
-        b_w = _key_features(b_k, real, head.beta, tl.load(state.maximum + o_d))
-        b_dy = b_w * (b_dw - tl.load(g + o_d)[None, :])
-        b_dk = head.beta * b_dy + (META.weight * META.scale) * b_block_dk
+        b_dk = (META.weight * META.scale) * b_block_dk
+        if META.form != DIAG:
+            b_dw = unscale * _add_times_transposed(b_dw, head.v, i_t, head.stride, real, dS, META)
+            # k is loaded again, so that it does not stay in registers.
+            b_k = _load_rows(head.k, i_t, head.stride, real, META)
+            b_w = _key_features(b_k, real, head.beta, tl.load(state.maximum + o_d))
+            b_dy = b_w * (b_dw - tl.load(g + o_d)[None, :])
+            b_dk += head.beta * b_dy
         _store_rows(dk, i_t, stride_out, tl.where(real[:, None], b_dk, 0.0), o_k < end, META)
         if dbeta is not None:
             b_dbeta += tl.sum(b_k.to(tl.float32) * b_dy, 1)
@@ -658,14 +673,14 @@ def _backward_kernel(
     dS,
     query_stats,
     global_sums,
-    num_splits,
-    max_rows,
     dq,
     dk,
     dv,
     dalpha,
     dbeta,
     doffset,
+    num_splits,
+    max_rows,
     s_b,
     s_h,
     s_n,
@@ -687,7 +702,7 @@ def _backward_kernel(
     writes.
 
     Args:
-        g, dS: the outputs of the two kernels for the state's gradient; with KEYS.
+        g, dS: the outputs of the two kernels for the state's gradient; with KEYS; None in the form DIAG.
         query_stats: the buffer of `QueryStats`, which QUERIES writes and KEYS reads; or None if both are computed and
             the queries of a chunk fit in one tile.
         global_sums, num_splits, max_rows: see _global_keys_kernel; with KEYS and global tokens.
@@ -723,8 +738,8 @@ def _backward_kernel(
         _key_pass(
             head,
             state,
-            g + head.i_bh * META.dim,
-            dS + head.i_bh * META.dim * META.dim,
+            g if g is None else g + head.i_bh * META.dim,
+            dS if dS is None else dS + head.i_bh * META.dim * META.dim,
             query_stats,
             tile_stats,
             global_sums if global_sums is None else global_sums + head.i_bh * num_splits * 3 * max_rows * META.dim,

@@ -1,4 +1,4 @@
-"""Device functions that the Triton kernels of LLN, LLN+Diag and the joint form share, and the notation of the kernels.
+"""Device functions that the Triton kernels of all forms share, and the notation of the kernels.
 
 For each (batch, head), with features d, and maxima and sums over the tokens j whose keys are not padding:
 
@@ -52,6 +52,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # The start of a running maximum. With -inf, a tile whose keys are all padding would give 2^(-inf + inf) = NaN.
 LOWEST = tl.constexpr(-1e30)
 LLN = tl.constexpr(formula.LLN)
+DIAG = tl.constexpr(formula.DIAG)
 JOINT = tl.constexpr(formula.JOINT)
 
 
@@ -64,7 +65,7 @@ class Head(NamedTuple):
     do: Any
     stride: Any  # of the tokens of q, k and v
     stride_do: Any  # of the tokens of do
-    padding: Any  # a pointer to the first token of the sequence, or None
+    padding: Any  # a pointer to the first token of the sequence, if META.has_padding
     alpha: Any
     beta: Any
     seed: Any
@@ -92,7 +93,10 @@ def _head_offset(i_bh, s_b, s_h, H):
 def _load_head(
     q, k, v, do, padding, num_padding, num_global, alpha, beta, seed, s_b, s_h, s_n, s_do_b, s_do_h, s_do_n, H, N
 ):
-    """Return the `Head` of the program. Arguments that it does not need are None, or any number for a stride."""
+    """Return the `Head` of the program. Arguments that it does not need are None, or any number for a stride.
+
+    Triton 3.6 cannot compile a device function that returns None, also inside a tuple. So a missing pointer becomes 0.
+    """
     i_bh = tl.program_id(0).to(tl.int64)
     i_b = i_bh // H
     offset = _head_offset(i_bh, s_b, s_h, H)
@@ -103,16 +107,16 @@ def _load_head(
     if num_global is not None:
         b_num_global = tl.load(num_global + i_b).to(tl.int32)
     return Head(
-        q=None if q is None else q + offset,
-        k=None if k is None else k + offset,
-        v=None if v is None else v + offset,
-        do=None if do is None else do + _head_offset(i_bh, s_do_b, s_do_h, H),
+        q=0 if q is None else q + offset,
+        k=0 if k is None else k + offset,
+        v=0 if v is None else v + offset,
+        do=0 if do is None else do + _head_offset(i_bh, s_do_b, s_do_h, H),
         stride=s_n,
         stride_do=s_do_n,
-        padding=None if padding is None else padding + i_b * N,
-        alpha=None if alpha is None else tl.load(alpha + i_bh),
-        beta=None if beta is None else tl.load(beta + i_bh),
-        seed=seed,
+        padding=0 if padding is None else padding + i_b * N,
+        alpha=0.0 if alpha is None else tl.load(alpha + i_bh),
+        beta=0.0 if beta is None else tl.load(beta + i_bh),
+        seed=0 if seed is None else seed,
         i_bh=i_bh,
         N=N,
         num_keys=num_keys,
@@ -122,8 +126,11 @@ def _load_head(
 
 @triton.jit
 def _state_of_head(maximum, log_total, S, i_bh, META: tl.constexpr):
-    """Return the `State` of a head from pointers to the states of all heads."""
-    return State(maximum + i_bh * META.dim, log_total + i_bh * META.dim, S + i_bh * META.dim * META.dim)
+    """Return the `State` of a head from pointers to the states of all heads, which are None in the form DIAG."""
+    if META.form == DIAG:
+        return State(0, 0, 0)
+    else:
+        return State(maximum + i_bh * META.dim, log_total + i_bh * META.dim, S + i_bh * META.dim * META.dim)
 
 
 @triton.jit
@@ -156,10 +163,10 @@ def _matrix_pointers(p, META: tl.constexpr):
 
 
 @triton.jit
-def _is_real_key(head, o_k, end):
+def _is_real_key(head, o_k, end, META: tl.constexpr):
     """Return True for each of the tokens o_k that lies before `end` and is not padding."""
     real = o_k < end
-    if head.padding is not None:
+    if META.has_padding:
         real = real & (tl.load(head.padding + o_k, mask=real, other=1) == 0)
     return real
 
@@ -171,7 +178,7 @@ def _load_keys(head, i_t, end, META: tl.constexpr):
     Returns: o_k and `real`, then the keys and the values, both (rows, D); they are 0 where `real` is False.
     """
     o_k = i_t + tl.arange(0, META.rows)
-    real = _is_real_key(head, o_k, end)
+    real = _is_real_key(head, o_k, end, META)
     b_k = _load_rows(head.k, i_t, head.stride, real, META)
     b_v = _load_rows(head.v, i_t, head.stride, real, META)
     return o_k, real, b_k, b_v
@@ -189,7 +196,7 @@ def _load_queries(head, i_t, end, META: tl.constexpr):
     o_q = i_t + tl.arange(0, META.rows)
     usable = o_q < end
     b_q = _load_rows(head.q, i_t, head.stride, usable, META)
-    if head.padding is not None:
+    if META.has_padding:
         padded = tl.load(head.padding + o_q, mask=usable, other=0) != 0
         usable = usable & ~(padded & (tl.sum((~(tl.abs(b_q) < 3e4)).to(tl.int32), 1) > 0))
         b_q = tl.where(usable[:, None], b_q, 0.0)

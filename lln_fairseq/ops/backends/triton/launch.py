@@ -1,16 +1,22 @@
-"""The launch settings of the Triton kernels: supported tensors, tile sizes, splits of the tokens, and layouts."""
+"""The launch of a Triton kernel, and its settings: supported tensors, tile sizes, and splits of the tokens."""
 
+import functools
 import math
 import os
 from contextlib import nullcontext
 from typing import Any, NamedTuple, Self
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
 
-from lln_fairseq.ops.formula import DIAG, LLN, WEIGHTS, Spec, count_global_keys
+from lln_fairseq.ops.formula import LLN, Spec
 
+# The versions of Triton whose compiled kernels take the arguments of `launch_kernel`.
+CAN_CALL_COMPILED = triton.__version__.startswith(("3.6.", "3.7."))
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 HEAD_DIMS = (16, 32, 64, 128)
 BLOCK_SIZES = range(16, 257)
@@ -42,7 +48,8 @@ class Tile(NamedTuple):
 _COLUMNS = ((80, 2, 64), (80, 2, 128), (80, 4, 64), (80, 4, 128), (90, 2, 64), (90, 2, 128))
 # The fields of the `Tile` of each kernel, in the order of _COLUMNS. A name has the kernel or the pass and, if its tile
 # depends on it, the form; "long" marks blocks of more than LONG_BLOCK tokens. They were chosen from the compiled code,
-# so that half precision spills few registers. tests/ops/backends/test_triton_aot.py lists the spills.
+# so that half precision spills few registers. tests/ops/backends/test_triton_aot.py lists the spills. None of them was
+# measured on a card; _MEASURED_ON_H200 has those that were.
 _TILES = {
     "state": ((32, 4, 2), (64, 8, 2), (32, 4, 1), (16, 8, 1), (64, 4, 2), (64, 8, 2)),
     "moments": ((64, 4, 2),) * 6,
@@ -50,7 +57,12 @@ _TILES = {
     "output_average": ((64, 4, 1), (64, 8, 1), (16, 8, 1), (16, 8, 1), (64, 4, 2), (64, 8, 1)),
     "output_joint": ((64, 4, 1), (32, 4, 1), (16, 8, 1), (16, 8, 1), (64, 4, 1), (64, 8, 1)),
     "grad_state": ((64, 8, 2), (32, 8, 2), (16, 8, 1), (16, 8, 1), (32, 4, 1, 168), (32, 8, 2)),
+    "grad_state_splits": ((64, 8, 2), (32, 8, 2), (16, 8, 1), (16, 8, 1), (32, 4, 1, 168), (32, 8, 2)),
     "keys_lln": ((32, 4, 2), (32, 8, 1), (16, 8, 1), (16, 8, 1), (64, 8, 2), (32, 8, 1)),
+    "output_diag": ((64, 4, 1), (64, 8, 1), (16, 8, 1), (16, 8, 1), (64, 4, 2), (64, 8, 1)),
+    "both_diag": ((32, 4, 1), (64, 8, 1), (16, 8, 1), (16, 8, 1), (64, 4, 1), (64, 8, 1)),
+    "queries_diag": ((64, 4, 1), (64, 8, 1), (16, 8, 1), (16, 8, 1), (64, 4, 1), (64, 8, 1)),
+    "keys_diag": ((32, 4, 1), (64, 8, 1), (16, 8, 1), (16, 8, 1), (64, 4, 1), (64, 8, 1)),
     "both_average": ((32, 4, 1), (64, 8, 1), (16, 8, 1), (16, 8, 1), (64, 4, 1), (64, 8, 1)),
     "both_average_long": ((32, 4, 1), (64, 8, 2), (16, 8, 1), (16, 8, 1), (64, 4, 1), (64, 8, 1)),
     "queries_joint": ((64, 4, 1), (64, 8, 2), (16, 8, 1), (16, 8, 1), (64, 4, 1), (64, 8, 1)),
@@ -58,12 +70,30 @@ _TILES = {
     "keys_joint": ((32, 4, 1), (64, 8, 1), (16, 8, 1), (16, 8, 1), (64, 4, 1), (64, 8, 1)),
     "keys_joint_long": ((32, 4, 1), (64, 8, 1), (16, 8, 1), (16, 8, 1), (64, 4, 1), (128, 8, 1)),
 }
+# For compute capability 9.0, half precision and D <= 64: the fastest of the candidates on an H200.
+_MEASURED_ON_H200: dict[str, tuple[int, int, int]] = {
+    "moments": (128, 4, 1),
+    "state": (128, 4, 1),
+    "grad_state": (64, 4, 3),  # a single split
+    "grad_state_splits": (32, 4, 3),
+}
+
+
+class Layout(NamedTuple):
+    """What a launch depends on besides options. `layout_of` returns it."""
+
+    shape: torch.Size  # (B, H, N, D)
+    dtype: torch.dtype
+    device: torch.device
+    strides: tuple[tuple[int, ...] | None, ...]  # of each tensor of the call; None for a tensor that is None
+    alignment: tuple[bool | None, ...]  # of each tensor: True if its address is a multiple of 16
 
 
 class _SettingsFields(NamedTuple):
     dim: int  # D
     rows: int  # tokens in a tile
     dot: tl.dtype  # the dtype of the operands of tl.dot
+    has_padding: bool
     form: str = LLN
     weight: float = 1.0  # of LLN and of the softmax in the form
     block: int = 1  # tokens in a block
@@ -97,35 +127,41 @@ def shared_memory(device: torch.device) -> int:
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin")  # noqa: B009 - no stub
 
 
-def select_tile(q: Tensor, name: str, block_size: int = 0) -> Tile:
-    """Return the tile with this name in _TILES for the device, the dtype and the head dimension of q (B, H, N, D)."""
+def select_tile(layout: Layout, name: str, block_size: int = 0) -> Tile:
+    """Return the tile with this name in _TILES for the device, the dtype and the head dimension."""
     if INTERPRETED:
         # The interpreter's time depends on the number of operations, not on their size.
         return Tile(64, 4, 1)
     if block_size > LONG_BLOCK and f"{name}_long" in _TILES:
         name = f"{name}_long"
-    element_size = q.element_size()
-    is_arch_90 = 90 <= capability(q.device) < 120 and element_size == 2
-    column = _COLUMNS.index((90 if is_arch_90 else 80, element_size, 64 if q.shape[-1] <= 64 else 128))
-    return Tile(*_TILES[name][column])
+    arch = capability(layout.device)
+    element_size = layout.dtype.itemsize
+    dim = 64 if layout.shape[3] <= 64 else 128
+    if (arch, element_size, dim) == (90, 2, 64) and name in _MEASURED_ON_H200:
+        return Tile(*_MEASURED_ON_H200[name])
+    is_arch_90 = 90 <= arch < 120 and element_size == 2
+    return Tile(*_TILES[name][_COLUMNS.index((90 if is_arch_90 else 80, element_size, dim))])
 
 
 def reason_against(spec: Spec, q: Tensor) -> str | None:
     """See `Backend.reason_against`."""
-    if spec.form == DIAG:
-        return "The Triton kernels have no block-diagonal attention without LLN."
-    if q.dtype not in _DTYPES:
-        return f"The Triton kernels support float16, bfloat16 and float32, not {q.dtype}."
-    if q.shape[-1] not in HEAD_DIMS:
-        return f"The Triton kernels support the head dims {HEAD_DIMS}, not {q.shape[-1]}."
-    if q.device.type != "cuda" and not (INTERPRETED and q.device.type == "cpu"):
-        return f"The Triton kernels need CUDA, not {q.device.type}."
-    if not INTERPRETED and capability(q.device) < 80:
+    return _reason_against(spec.form, spec.block_size, q.dtype, q.shape[-1], q.device)
+
+
+@functools.lru_cache(256)
+def _reason_against(form: str, block_size: int, dtype: torch.dtype, dim: int, device: torch.device) -> str | None:
+    if dtype not in _DTYPES:
+        return f"The Triton kernels support float16, bfloat16 and float32, not {dtype}."
+    if dim not in HEAD_DIMS:
+        return f"The Triton kernels support the head dims {HEAD_DIMS}, not {dim}."
+    if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
+        return f"The Triton kernels need CUDA, not {device.type}."
+    if not INTERPRETED and capability(device) < 80:
         return "The Triton kernels need compute capability 8.0: Triton does not use the tensor cores of older GPUs."
-    if not INTERPRETED and q.element_size() * q.shape[-1] == 512 and shared_memory(q.device) < 147456:
+    if not INTERPRETED and dtype.itemsize * dim == 512 and shared_memory(device) < 147456:
         return "float32 with head dim 128 needs 144 KB of shared memory, which this device does not have."
-    if spec.form != LLN and spec.block_size not in BLOCK_SIZES:
-        return f"The Triton kernels support blocks of 16 to 256 tokens, not {spec.block_size}."
+    if form != LLN and block_size not in BLOCK_SIZES:
+        return f"The Triton kernels support blocks of 16 to 256 tokens, not {block_size}."
     return None
 
 
@@ -147,42 +183,66 @@ def split_tokens(length: int, dim: int) -> tuple[int, int]:
     return math.ceil(length / tokens), tokens
 
 
-def kernel_options(q: Tensor, name: str, form: str = LLN) -> dict[str, Any]:
-    """Return META and Triton's options for a kernel without chunks. `name` is that of its tile."""
-    tile = select_tile(q, name)
-    return {"META": Settings(q.shape[-1], tile.rows, _dot_dtype(q), form, WEIGHTS[form][0]), **tile.options}
-
-
-def chunk_options(q: Tensor, name: str, spec: Spec) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Return the grid (B H, chunks), and META and Triton's options, for a kernel whose programs compute chunks.
-
-    A chunk is as many whole blocks as fit in one tile, but at least one block, which may take several tiles. Without
-    blocks, a chunk is four tiles.
-    """
-    batch, heads, length, dim = q.shape
-    tile = select_tile(q, f"{name}_{spec.form}", spec.block_size)
-    chunk = 4 * tile.rows
-    if spec.form != LLN:
-        chunk = max(tile.rows // spec.block_size, 1) * spec.block_size
-    settings = Settings(
-        dim,
-        tile.rows,
-        _dot_dtype(q),
-        spec.form,
-        WEIGHTS[spec.form][0],
-        spec.block_size,
-        chunk,
-        count_global_keys(spec.max_global, length, spec.block_size) > 0,
-        spec.dropout,
-    )
-    return (batch * heads, math.ceil(length / chunk)), {"META": settings, **tile.options}
-
-
-def _dot_dtype(q: Tensor) -> tl.dtype:
-    """Return the dtype of q, but float32 in place of bfloat16 in the interpreter, which multiplies bfloat16 wrongly."""
-    if INTERPRETED and q.dtype == torch.bfloat16:
+def dot_dtype(dtype: torch.dtype) -> tl.dtype:
+    """Return the dtype, but float32 in place of bfloat16 in the interpreter, which multiplies bfloat16 wrongly."""
+    if INTERPRETED and dtype == torch.bfloat16:
         return tl.float32
-    return _DTYPES[q.dtype]
+    return _DTYPES[dtype]
+
+
+class Kernel:
+    """A kernel with everything that stays the same from call to call: the grid, the numbers and the constants.
+
+    Args:
+        function: the kernel. Its arguments are tensors, then numbers, then constants.
+        grid: three numbers.
+        constants: the arguments that are `tl.constexpr`, by name, and Triton's options, such as num_warps.
+    """
+
+    def __init__(
+        self,
+        function: Any,
+        grid: tuple[int, int, int],
+        device: torch.device,
+        numbers: tuple[Any, ...],
+        constants: dict[str, Any],
+    ) -> None:
+        self.function = function
+        self.grid = grid
+        self.device_index = device.index or 0
+        self.numbers = numbers
+        self.constants = constants
+        # The numbers and constants in the order of the arguments.
+        names = function.arg_names
+        self.arguments = (*numbers, *(constants[name] for name in names if name in constants))
+        self.compiled: CompiledKernel | None = None  # from the first launch on, if it can be called directly
+
+
+def launch_kernel(kernel: Kernel, *tensors: Tensor | None) -> None:
+    """Launch a kernel with its tensors. Every launch goes through this function.
+
+    The first launch goes through Triton, which compiles the kernel, or interprets it. Later ones call the compiled
+    kernel as `JITFunction.run` does, without computing again which compiled kernel belongs to these arguments.
+    """
+    compiled = kernel.compiled
+    if compiled is None:
+        result = kernel.function.run(*tensors, *kernel.numbers, grid=kernel.grid, warmup=False, **kernel.constants)
+        if CAN_CALL_COMPILED and isinstance(result, CompiledKernel):
+            kernel.compiled = result
+        return
+    stream = driver.active.get_current_stream(kernel.device_index)
+    arguments = (*tensors, *kernel.arguments)
+    runtime = triton.knobs.runtime
+    compiled.run(
+        *kernel.grid,
+        stream,
+        compiled.function,
+        compiled.packed_metadata,
+        compiled.launch_metadata(kernel.grid, stream, *arguments),
+        runtime.launch_enter_hook,
+        runtime.launch_exit_hook,
+        *arguments,
+    )
 
 
 def device_of(x: Tensor) -> torch.cuda.device | nullcontext:
@@ -190,27 +250,6 @@ def device_of(x: Tensor) -> torch.cuda.device | nullcontext:
     if x.is_cuda:
         return torch.cuda.device(x.device)
     return nullcontext()
-
-
-def same_layout(x: Tensor, y: Tensor) -> bool:
-    """Return True if x and y have the same strides. Strides of dimensions of size 1 are not compared."""
-    return all(n == 1 or s == t for n, s, t in zip(x.shape, x.stride(), y.stride(), strict=True))
-
-
-def aligned(*tensors: Tensor) -> list[Tensor]:
-    """Return tensors with these values that all have the same strides and dense features (the last dimension).
-
-    If the tensors already fulfill both conditions, they are returned themselves. Otherwise all of them are made
-    contiguous.
-    """
-    if all(x.stride(-1) == 1 and same_layout(x, tensors[0]) for x in tensors):
-        return list(tensors)
-    return [x.contiguous() for x in tensors]
-
-
-def strides(x: Tensor, name: str = "s") -> dict[str, int]:
-    """Return the strides of batch, heads and tokens of x (B, H, N, D) as the arguments name_b, name_h and name_n."""
-    return {f"{name}_b": x.stride(0), f"{name}_h": x.stride(1), f"{name}_n": x.stride(2)}
 
 
 def mask_bytes(padding: Tensor | None) -> Tensor | None:

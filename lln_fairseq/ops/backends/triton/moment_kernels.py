@@ -127,7 +127,7 @@ def _moments_kernel(
     square_k = 0.0
     for i_r in range(0, end - start, META.rows):
         i_t = start + i_r
-        real = _is_real_key(head, i_t + tl.arange(0, META.rows), end)
+        real = _is_real_key(head, i_t + tl.arange(0, META.rows), end, META)
         b_weight = real.to(tl.float32)[:, None]
         # (rows, D)
         b_q = _load_rows(head.q, i_t, s_n, real, META).to(tl.float32)

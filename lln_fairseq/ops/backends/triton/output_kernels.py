@@ -1,7 +1,7 @@
 """Triton kernel of the forward pass of the queries, in all forms. device.py explains the notation.
 
-The forms are LLN, ½ (LLN + block-diagonal softmax), and the joint form of ops/formula.py with its mass u, weight c and
-offset o. M is the part of the LLN matrix inside the blocks, Diag the matrix of the softmax inside the blocks.
+The forms are LLN, block-diagonal softmax, half the sum of both, and the joint form of ops/formula.py with its mass u,
+weight c and offset o. M is the part of the LLN matrix inside the blocks, Diag the matrix of the softmax inside them.
 """
 
 # ruff: noqa: ANN001, ANN202 - arguments of kernels have no Python types
@@ -23,6 +23,7 @@ from lln_fairseq.ops.backends.triton.block_functions import (
     _softmax_step,
 )
 from lln_fairseq.ops.backends.triton.device import (
+    DIAG,
     JOINT,
     LLN,
     LOWEST,
@@ -51,9 +52,10 @@ def _attend_to_block(head, state, b_q, b_a, b_lln, o_q, start, end, META: tl.con
         For the joint form, A S - M v, (rows, D), Σ_j M and the number of keys, (rows,); otherwise without meaning.
     """
     ROWS: tl.constexpr = META.rows
-    inverse_least, b_least_over_total = _load_inverse_total(state, META)
-    b_scaled_a = (b_a * b_least_over_total[None, :]).to(META.dot)
-    b_maximum = tl.load(state.maximum + tl.arange(0, META.dim))
+    if META.form == JOINT:
+        inverse_least, b_least_over_total = _load_inverse_total(state, META)
+        b_scaled_a = (b_a * b_least_over_total[None, :]).to(META.dot)
+        b_maximum = tl.load(state.maximum + tl.arange(0, META.dim))
     b_row_max = tl.full([ROWS], LOWEST, tl.float32)
     b_row_sum = tl.zeros([ROWS], tl.float32)
     b_inside = tl.zeros([ROWS], tl.float32)
@@ -108,27 +110,34 @@ def _output_kernel(
     N,
     META: tl.constexpr,
 ):
-    """Write A S, ½ (A S + Diag v) or (1 - c u) Diag v + c (A S - M v) with u = 1 - Σ_j M.
+    """Write A S, Diag v, ½ (A S + Diag v) or (1 - c u) Diag v + c (A S - M v) with u = 1 - Σ_j M.
 
     The grid is (B H, ⌈N / chunk⌉). `offset` is (B H,), the offset o of each head. `out` is (B, H, N, D), the output.
     """
+    D: tl.constexpr = META.dim
+    ROWS: tl.constexpr = META.rows
     head = _load_head(q, k, v, None, padding, num_padding, num_global, alpha, beta, seed, s_b, s_h, s_n, 0, 0, 0, H, N)
     state = _state_of_head(maximum, log_total, S, head.i_bh, META)
     p_out = out + _head_offset(head.i_bh, s_out_b, s_out_h, H)
     start = tl.program_id(1) * META.chunk
     end = tl.minimum(start + META.chunk, N)
-    b_l = _load_log_sum(state, META)
+    if META.form != DIAG:
+        b_l = _load_log_sum(state, META)
     # (D, D)
-    if META.form != JOINT:
+    if META.form != JOINT and META.form != DIAG:
         b_state = tl.load(_matrix_pointers(state.S, META)).to(META.dot)
     for i_r in range(0, META.chunk, META.rows):
         i_t = start + i_r
         o_q, _, b_q = _load_queries(head, i_t, end, META)
         # (rows, D)
-        b_a = _query_features(b_q, head.alpha, b_l)
+        b_a = tl.zeros([ROWS, D], tl.float32)
+        b_o = b_a
+        if META.form != DIAG:
+            b_a = _query_features(b_q, head.alpha, b_l)
         if META.form == JOINT:  # S does not stay in shared memory while the keys of the block are added
             b_state = tl.load(_matrix_pointers(state.S, META)).to(META.dot)
-        b_o = _dot(b_a.to(META.dot), b_state)
+        if META.form != DIAG:
+            b_o = _dot(b_a.to(META.dot), b_state)
         if META.form != LLN:
             b_block, b_row_sum, b_lln, b_inside, b_num_keys = _attend_to_block(
                 head, state, b_q, b_a, b_o, o_q, start, end, META
