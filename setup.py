@@ -28,10 +28,12 @@ setup(
     entry_points={"console_scripts": ["lln-fairseq = lln_fairseq.__main__:main"]},
     # ve-fairseq, the fairseq that runs on current Pythons, has wheels for these two only.
     python_requires=">=3.11,<3.13",
-    # What the tests have run with, from the lowest to below the next that may break something. Each torch brings a
-    # triton of its own: 2.10 brings 3.6, and 2.14 brings 3.8. scripts/test_torch.sh runs the tests with one of them.
+    # From the lowest that has run to below the next that may break something. The whole suite runs with
+    # requirements.txt. Each torch brings a triton of its own: with 3.6 (torch 2.11) the kernels were compiled, and with
+    # 3.8 (torch 2.14) the tests of kernels and of compilation ran, too. Under torch 2.10, compiled models do not keep
+    # the kernels.
     install_requires=[
-        "torch>=2.10,<2.15",
+        "torch>=2.11,<2.15",
         'triton>=3.6,<3.9; platform_system == "Linux"',
         "ve-fairseq==0.12.3",
         "hydra-core>=1.3.2,<1.4",

@@ -38,7 +38,7 @@ failed=0
 mkdir -p "$out"
 "$python" -c 'import sys, torch, triton
 if not torch.cuda.is_available(): sys.exit("error: torch finds no CUDA device")
-if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6): sys.exit(f"error: the kernels need Triton 3.6, which torch 2.10 brings, got {triton.__version__}")
+if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6): sys.exit(f"error: the kernels need Triton 3.6, which torch 2.11 brings, got {triton.__version__}")
 print(torch.cuda.get_device_name(), "CUDA", torch.version.cuda, "torch", torch.__version__, "triton", triton.__version__)
 ' | tee "$out/report.txt"
 
