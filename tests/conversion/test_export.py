@@ -296,7 +296,7 @@ def test_cut_pair_keeps_its_global_tokens(pair_model, sources, tmp_path):
     assert ids.shape == (1, 40)
     mask = modeling.mark_first_segments(ids, torch.ones_like(ids), 2)
     assert mask[0, 1].sum() == 36  # <s>, the rest of the first text and </s>; then come </s> it holds </s>
-    assert "(`truncation=True`), which keeps both." in (tmp_path / "out" / "README.md").read_text()
+    assert "(`truncation=True`), which keeps it." in (tmp_path / "out" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("attention", ["lln", "lln_diag"])

@@ -171,7 +171,7 @@ def train_task(monkeypatch, data, task, attention, save_dir):
     overrides = split_options("""
         run=cpu task.global_batch=2 task.max_positions=256 optimization.max_update=2
         dataset.validate_interval_updates=2 lr_scheduler.warmup_updates=1 common.log_interval=1
-        model.linformer_projected_length=64 common.seed=1
+        common.seed=1
     """)
     overrides += [f"lra={task}", f"attention={attention}", f"task.data={data / task}"]
     hydra_train(monkeypatch, *overrides, f"checkpoint.save_dir={save_dir}", recipe="lra")
