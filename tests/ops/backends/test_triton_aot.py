@@ -77,9 +77,9 @@ KERNELS.update(f"_backward_kernel_{passes}" for passes in ("queries", "keys", "q
 def compile_kernels(arch, dim, dtype, cases):
     """Return the rows that aot_compile.py prints."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    options = ["--dtypes", dtype, "--cases", *cases, "--timeout", "200"]
+    options = ["--dtypes", dtype, "--cases", *cases, "--timeout", "600"]
     command = [sys.executable, SCRIPT, str(arch), str(dim), *options]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert result.returncode == 0, result.stderr[-2000:]
     return [json.loads(line) for line in result.stdout.splitlines()]
 
