@@ -31,9 +31,10 @@ from lln_fairseq.ops.backends.triton.launch import (
 from lln_fairseq.ops.backends.triton.moment_kernels import _moments_combine_kernel, _moments_kernel
 from lln_fairseq.ops.backends.triton.output_kernels import _output_kernel
 from lln_fairseq.ops.backends.triton.state_kernels import _combine_state_kernel, _state_kernel
-from lln_fairseq.ops.formula import DIAG, JOINT, LLN, WEIGHTS, Spec, count_global_keys
+from lln_fairseq.ops.formula import DIAG, JOINT, LLN, WEIGHTS, Inputs, Spec, count_global_keys
 
 CACHED = 1024  # plans of each kind; the least recently used one is forgotten first
+PADDING = Inputs._fields.index("padding")  # its place in the layouts of forward and backward passes
 COLUMNS = 256  # elements of a state that a program of the kernels that combine splits computes
 
 
@@ -179,7 +180,7 @@ def plan_forward(spec: Spec, layout: Layout, has_exchange: bool) -> ForwardPlan:
     """Plan a forward pass. The layout is that of the `Inputs`. With an exchange, the state is in float32."""
     batch, heads, length, dim = layout.shape
     is_copied, strides, out_strides = _common_strides(layout, 3)
-    has_padding = layout.strides[6] is not None
+    has_padding = layout.strides[PADDING] is not None
     state = None
     if spec.form != DIAG:
         splits, tokens = split_tokens(length, dim)
@@ -215,24 +216,24 @@ def plan_backward(spec: Spec, layout: Layout, needed: tuple[bool, ...], has_exch
     """
     batch, heads, length, dim = layout.shape
     is_copied, strides, out_strides = _common_strides(layout, 3)
-    has_padding = layout.strides[6] is not None
+    has_padding = layout.strides[PADDING] is not None
     grad_strides = layout.strides[-1]
     assert grad_strides is not None
     splits, tokens = split_tokens(length, dim)
     inner = (*strides, *grad_strides[:3])
 
-    def launch_over_chunks(passes: str, num_splits: int, max_rows: int) -> Kernel:
+    def plan_chunks(passes: str, num_splits: int, max_rows: int) -> Kernel:
         numbers = (num_splits, max_rows, *inner, *out_strides, heads, length)
         flags = {"QUERIES": passes != "keys", "KEYS": passes != "queries"}
         return _chunk_kernel(_backward_kernel, passes, layout, spec, has_padding, *numbers, **flags)
 
     has_global = count_global_keys(spec.max_global, length, spec.block_size) > 0
     has_two_passes = spec.form == JOINT or has_global
-    queries = launch_over_chunks("queries", 0, 0) if has_two_passes else None
+    queries = plan_chunks("queries", 0, 0) if has_two_passes else None
     name = "both"
     if has_two_passes or spec.form == LLN:
         name = "keys"
-    keys = launch_over_chunks(name, 0, 0)
+    keys = plan_chunks(name, 0, 0)
     settings = keys.constants["META"]
     stats = 0
     if spec.form == JOINT:
@@ -245,7 +246,7 @@ def plan_backward(spec: Spec, layout: Layout, needed: tuple[bool, ...], has_exch
         chunks = math.ceil(count_global_keys(spec.max_global, length, spec.block_size) / settings.chunk)
         max_rows = chunks * settings.chunk
         global_sums = (batch * heads, splits, 3, max_rows, dim)
-        keys = launch_over_chunks(name, splits, max_rows)
+        keys = plan_chunks(name, splits, max_rows)
         options = {**keys.constants, "META": settings._replace(block=settings.chunk, has_global=False)}
         del options["QUERIES"], options["KEYS"]
         grid = (batch * heads, splits, chunks)
