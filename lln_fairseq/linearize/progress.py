@@ -22,7 +22,15 @@ PROGRESS = "linearize.pt"  # the file next to model.pt from which a run resumes
 LR_OPTIONS = {"transfer": "--lr", "distillation": "--distill-lr"}  # by stage
 UNTIL_DISTILLATION = ("distill", "distill_lr")  # settings that may change until it has begun
 ALWAYS = ("evaluate_rows", "evaluate_texts")  # settings that may always change; all others may never
-DAMAGED = "remove it and model.pt to start again, or give another OUT"
+# The types of the entries of OUT/linearize.pt.
+ENTRIES = {
+    "settings": dict,
+    "stages": dict,
+    "softmax_layers": list | None,
+    "scores": dict,
+    "complete": bool,
+}
+ADVICE = "remove it and model.pt to start again, or give another OUT"
 LOG_INTERVAL = 10  # steps
 SAVE_INTERVAL = 50  # steps
 SAVE_SECONDS = 60.0  # a step on long texts can take seconds
@@ -78,16 +86,13 @@ class Progress:
 
     def _check_entries(self, saved: Any) -> None:
         """Raise UserError unless OUT/linearize.pt has the entries that `save` writes."""
-        layers = saved.get("softmax_layers") if isinstance(saved, dict) else None
-        is_whole = (
-            isinstance(saved, dict)
-            and all(isinstance(saved.get(key), dict) for key in ("settings", "stages", "scores"))
-            and isinstance(saved.get("complete"), bool)
-            and "softmax_layers" in saved
-            and (layers is None or (isinstance(layers, list) and all(isinstance(x, int) for x in layers)))
-        )
-        if not is_whole:
-            raise UserError(f"{self.file} is damaged: {DAMAGED}")
+        entries = saved if isinstance(saved, dict) else {}
+        for name, kind in ENTRIES.items():
+            if name not in entries or not isinstance(entries[name], kind):
+                raise UserError(f"{self.file} is damaged: it has no usable entry {name}: {ADVICE}")
+        layers = entries["softmax_layers"] or []
+        if not all(isinstance(layer, int) for layer in layers):
+            raise UserError(f"{self.file} is damaged: softmax_layers must be numbers, got {layers}: {ADVICE}")
 
     def _file_identities(self) -> list[tuple[int, ...] | None]:
         """Return what changes when OUT/linearize.pt or OUT/model.pt is written, or None for a missing file."""
@@ -128,7 +133,7 @@ class Progress:
                 trainer.restore(self.stages[name])
             except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as damage:
                 reason = first_line(damage)
-                raise UserError(f"{self.file}: the stage {name} is damaged ({reason}): {DAMAGED}") from damage
+                raise UserError(f"{self.file}: the stage {name} is damaged ({reason}): {ADVICE}") from damage
         recent_losses: deque[list[float]] = deque(maxlen=LOG_INTERVAL)
         last_save = time.monotonic()
         with progress_bar(name, trainer.steps, initial=trainer.step, leave=True) as bar:
