@@ -42,7 +42,7 @@ from lln_fairseq.models.lln_roberta import LLNRobertaModel, RobertaConfig
 from lln_fairseq.tasks.masked_lm import LLNMaskedLMConfig, LLNMaskedLMTask
 from lln_fairseq.tasks.sentence_prediction import LLNSentencePredictionConfig, LLNSentencePredictionTask
 from lln_fairseq.text.labels import label_dictionary
-from lln_fairseq.text.special_symbols import BOS, EOS, PAD, dictionary_lines
+from lln_fairseq.text.special_symbols import BOS, EOS, PAD, format_dictionary
 from lln_fairseq.text.tokenizers import HuggingFaceTokenizer, make_tokenizer
 from lln_fairseq.text.vocabulary import MANIFEST, Vocabulary, load_vocabulary
 
@@ -163,7 +163,7 @@ def write_converted_encoder(encoder: ImportedEncoder, attention: str, directory:
     Parameters that the attention does not have are removed from `encoder.parameters`, and notes are added, in place.
     """
     folder = "input0/" if encoder.is_classifier else ""
-    text = dictionary_lines(encoder.symbols)
+    text = format_dictionary(encoder.symbols, {}, multiple=1)
     files = {f"{folder}{DICTIONARY}": text.encode(), **encoder.files}
     if encoder.is_classifier:
         tokenizer = make_tokenizer(HuggingFaceTokenizer.kind, encoder.files)

@@ -47,7 +47,7 @@ from lln_fairseq.conversion.write_tokenizer import convert_tokenizer, count_ids,
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models.options import attention_options
-from lln_fairseq.text.special_symbols import BOS, EOS, MASK, NUM_SPECIAL, PAD, UNKNOWN, dictionary_lines
+from lln_fairseq.text.special_symbols import BOS, EOS, MASK, NUM_SPECIAL, PAD, UNKNOWN, format_dictionary
 from lln_fairseq.text.tokenizers import TOKENIZER_FILES, make_tokenizer
 from lln_fairseq.text.vocabulary import Vocabulary, vocabulary_identity
 
@@ -112,7 +112,8 @@ def export(
         if source_files:
             symbols = task.source_dictionary.symbols
             kind = _check_same_tokenizer(source_files, symbols, state, str(tokenizer or task.cfg.data), str(checkpoint))
-            vocabulary = Vocabulary(make_tokenizer(kind, source_files), dictionary_lines(symbols[NUM_SPECIAL:]))
+            dictionary = format_dictionary(symbols[NUM_SPECIAL:], {}, multiple=1)
+            vocabulary = Vocabulary(make_tokenizer(kind, source_files), dictionary)
             if vocabulary.missing:
                 lines.append(vocabulary.missing_message())
             positions = longest_exported_sequence(exported.config)

@@ -39,16 +39,6 @@ def parse_dictionary(lines: Iterable[str]) -> list[str]:
     return symbols
 
 
-def dictionary_lines(symbols: Iterable[str]) -> str:
-    """Return the content of a dict.txt with these symbols, in order, and the count 0, for `parse_dictionary`."""
-    seen = set(SPECIAL_SYMBOLS)
-    lines = []
-    for symbol in symbols:
-        lines.append(f"{symbol} 0{OVERWRITE if symbol in seen else ''}\n")
-        seen.add(symbol)
-    return "".join(lines)
-
-
 def _is_integer(text: str) -> bool:
     """Return True if fairseq accepts the text as a count: it must be an integer for Python's `int`."""
     try:
@@ -61,9 +51,10 @@ def _is_integer(text: str) -> bool:
 def format_dictionary(symbols: Sequence[str], counts: Mapping[str, int], reserved: int = 0, multiple: int = 8) -> str:
     """Return the content of a dict.txt, which has a line "SYMBOL COUNT" for each symbol. The symbols are not checked.
 
-    Symbol i, from 0, gets fairseq's id 4 + i. Filler symbols "madeupword0000", ... with the count 0 are appended until
-    the size of the dictionary is divisible by `multiple`, which makes matrix products faster on tensor cores. The size
-    includes fairseq's special symbols and the reserved symbols.
+    Symbol i, from 0, gets fairseq's id 4 + i. A special symbol, and a symbol that occurs again, get OVERWRITE, without
+    which fairseq refuses them. Filler symbols "madeupword0000", ... with the count 0 are appended until the size of the
+    dictionary is divisible by `multiple`, which makes matrix products faster on tensor cores. The size includes
+    fairseq's special symbols and the reserved symbols.
 
     Args:
         symbols: the symbols, in order.
@@ -73,4 +64,10 @@ def format_dictionary(symbols: Sequence[str], counts: Mapping[str, int], reserve
     """
     padding = -(NUM_SPECIAL + len(symbols) + reserved) % multiple
     filler = [f"{FILLER}{i:04d}" for i in range(padding)]
-    return "".join(f"{symbol} {counts.get(symbol, 0)}\n" for symbol in [*symbols, *filler])
+    seen = set(SPECIAL_SYMBOLS)
+    lines = []
+    for symbol in [*symbols, *filler]:
+        ending = OVERWRITE if symbol in seen else ""
+        lines.append(f"{symbol} {counts.get(symbol, 0)}{ending}\n")
+        seen.add(symbol)
+    return "".join(lines)

@@ -14,7 +14,6 @@ ids.
 import io
 import json
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +24,7 @@ import numpy as np
 
 from lln_fairseq.errors import UserError
 from lln_fairseq.files import sha256_bytes
-from lln_fairseq.text.special_symbols import MASK, NUM_SPECIAL, SPECIAL_SYMBOLS, UNKNOWN, parse_dictionary
+from lln_fairseq.text.special_symbols import FILLER, MASK, NUM_SPECIAL, SPECIAL_SYMBOLS, UNKNOWN, parse_dictionary
 from lln_fairseq.text.tokenizers import (
     TOKENIZER_FILES,
     Tokenizer,
@@ -38,7 +37,6 @@ DICTIONARY = "dict.txt"
 MANIFEST = "manifest.json"
 MAX_MISSING = 0.5  # the share of the tokenizer's symbols that dict.txt may lack
 MAX_FOREIGN = 0.01  # the share of dict.txt's symbols that no text has with this tokenizer, if others are missing
-FILLER = re.compile(r"madeupword\d+")  # with which fairseq-preprocess fills dict.txt
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +62,7 @@ class Vocabulary:
             return
         foreign = 0
         for symbol in self.symbols:
-            if symbol != MASK and not FILLER.fullmatch(symbol) and not self.tokenizer.can_give(symbol):
+            if symbol != MASK and not symbol.startswith(FILLER) and not self.tokenizer.can_give(symbol):
                 foreign += 1
         known = len(self.tokenizer.symbols())
         has_special = not set(SPECIAL_SYMBOLS).isdisjoint(self.missing)  # as text, with the id of a special symbol
