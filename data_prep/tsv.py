@@ -49,15 +49,15 @@ class Columns:
     label: str
     has_header: bool
 
-    def find(self, column: str, first_line: Sequence[str], name: str) -> int | None:
-        """Return the index of a column from 0; None if there is no such column. `name` is the name of the file.
+    def find(self, column: str, first_line: Sequence[str], file: str) -> int | None:
+        """Return the index, from 0, of a column that is given by name or by number from 1; None if there is none.
 
-        `first_line` has the stripped cells of the first line. If two of them are the name of the column, UserError is
-        raised.
+        `first_line` has the stripped cells of the first line. A name wins over a number. UserError is raised if two
+        columns have the name.
         """
         if self.has_header and column in first_line:
             if first_line.count(column) > 1:
-                raise UserError(f"{name}, line 1: two columns are called {column!r}; give the number of one, from 1")
+                raise UserError(f"{file}, line 1: two columns are called {column!r}; give the number of one, from 1")
             return first_line.index(column)
         if column.isdecimal() and 1 <= int(column) <= len(first_line):
             return int(column) - 1
@@ -70,8 +70,8 @@ class ClassLabels:
     Attributes:
         classes: the possible labels, after renaming. Empty accepts any label.
         origin: where `classes` come from, for error messages.
-        renamed: the new name for each label of the files that changes.
-        seen: all labels of the files, before renaming.
+        renamed: the new names by the old ones, for the labels that change.
+        seen: the labels that `parse` has met, before renaming.
     """
 
     def __init__(self, source: Path | None, renamed: Mapping[str, str]) -> None:
@@ -88,7 +88,10 @@ class ClassLabels:
                 )
 
     def parse(self, label: str, location: str) -> str:
-        """Return the label of a row after renaming. Raise UserError if it is empty, in quotes or not a class."""
+        """Return the label of a row after renaming, and add it to `seen`.
+
+        UserError is raised if it is empty or in quotes, or if it is not a class after renaming.
+        """
         if not label:
             raise UserError(f"{location}: the label is empty")
         check_quotes(label, location, is_label=True)
@@ -137,8 +140,8 @@ def sorted_classes(labels: Iterable[str]) -> list[str]:
         return names
 
 
-def parse_number(label: str, location: str) -> str:
-    """Return the label of a regression unchanged. Raise UserError if it is not a finite number."""
+def check_number(label: str, location: str) -> str:
+    """Raise UserError unless the label of a regression is a finite number, and return its text."""
     if not _is_finite_number(label):
         raise UserError(f"{location}: the label of a regression must be one finite number, got {label!r}")
     return label
@@ -154,7 +157,8 @@ def _is_finite_number(text: str) -> bool:
 def check_quotes(cell: str, location: str, is_label: bool = False) -> None:
     """Raise UserError if a CSV writer has quoted a cell.
 
-    A text in quotes can be meant as it is, unless quotes inside it are doubled. A label in quotes is never meant so.
+    A label in quotes is always refused. A text in quotes may be a quotation, so it is refused only if it has doubled
+    quotes.
     """
     if QUOTED.fullmatch(cell) and (is_label or '""' in cell):
         raise UserError(
@@ -215,7 +219,7 @@ def read_splits(files: Mapping[str, Path], columns: Columns, labels: ClassLabels
     rows: dict[str, GlueRows] = {}
     for split, path in files.items():
         if labels is None:
-            rows[split] = read_split(path, split, columns, parse_number)
+            rows[split] = read_split(path, split, columns, check_number)
             continue
         rows[split] = read_split(path, split, columns, labels.parse)
         if not labels.classes:
@@ -244,12 +248,12 @@ def build_tsv(
     Args:
         out: the output directory, which is created.
         tokenizer: a tokenizer that load_tokenizer accepts.
-        files: the file of each split, "train" first. Without it, a classification needs `labels`.
+        files: the file of each split, "train" first. Without "train", a classification needs `labels`.
         columns: the columns of all files.
         regression: the labels are numbers.
         labels: a classifier's checkpoint or directory, which determines the classes and their order; None takes the
             labels of "train".
-        renamed: the new name for each label of the files that changes.
+        renamed: the new names by the old ones, for the labels that change.
         workers: number of processes; None uses all cores.
         overwrite: build again even if the directory contains a result.
     """

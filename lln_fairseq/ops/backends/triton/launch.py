@@ -105,9 +105,10 @@ class _SettingsFields(NamedTuple):
 
 
 class Settings(_SettingsFields):
-    """What a kernel is compiled for: the argument META of the kernels. `scale` and `chunk_rows` follow from the others.
+    """What a kernel is compiled for: the argument META of the kernels.
 
-    A kernel sees only the fields: Triton 3.8 makes a tuple of its own of them, without properties.
+    `scale` and `chunk_rows` are computed from the other fields. They are fields, because Triton 3.8 copies the fields
+    into a tuple of its own, which has no properties.
     """
 
     def __new__(cls, *given: Any, **options: Any) -> Self:
@@ -128,7 +129,7 @@ def shared_memory(device: torch.device) -> int:
 
 
 def select_tile(layout: Layout, name: str, block_size: int = 0) -> Tile:
-    """Return the tile with this name in _TILES for the device, the dtype and the head dimension."""
+    """Return the tile with this name for the device, the dtype and the head dimension; another one for long blocks."""
     if INTERPRETED:
         # The interpreter's time depends on the number of operations, not on their size.
         return Tile(64, 4, 1)
@@ -184,7 +185,7 @@ def split_tokens(length: int, dim: int) -> tuple[int, int]:
 
 
 def dot_dtype(dtype: torch.dtype) -> tl.dtype:
-    """Return the dtype, but float32 in place of bfloat16 in the interpreter, which multiplies bfloat16 wrongly."""
+    """Return a dtype as Triton's. In the interpreter, which multiplies bfloat16 wrongly, that one becomes float32."""
     if INTERPRETED and dtype == torch.bfloat16:
         return tl.float32
     return _DTYPES[dtype]
@@ -196,6 +197,8 @@ class Kernel:
     Args:
         function: the kernel. Its arguments are tensors, then numbers, then constants.
         grid: three numbers.
+        device: the device of the tensors.
+        numbers: the arguments that are numbers, in order.
         constants: the arguments that are `tl.constexpr`, by name, and Triton's options, such as num_warps.
     """
 
@@ -219,7 +222,7 @@ class Kernel:
 
 
 def launch_kernel(kernel: Kernel, *tensors: Tensor | None) -> None:
-    """Launch a kernel with its tensors. Every launch goes through this function.
+    """Launch a kernel with its tensors, in the order of its arguments. Every launch goes through this function.
 
     The first launch goes through Triton, which compiles the kernel, or interprets it. Later ones call the compiled
     kernel as `JITFunction.run` does, without computing again which compiled kernel belongs to these arguments.

@@ -1,8 +1,9 @@
 """Plans: everything about a call that depends only on its options and on the layout of its tensors, computed once.
 
 A plan has the kernels of a call, with their grids, settings and numbers. A call looks up its plan, allocates tensors,
-and launches the kernels with these tensors. Triton compiles another kernel for a pointer that is not a multiple of 16,
-so the alignment of every tensor belongs to its layout. Tensors that a call allocates are always aligned.
+and launches the kernels with these tensors. The functions plan_... keep their results. Triton compiles a kernel anew if
+the address of a tensor is not a multiple of 16, so the alignment of every tensor belongs to its layout. Tensors that a
+call allocates are always aligned.
 """
 
 import functools
@@ -39,7 +40,7 @@ COLUMNS = 256  # elements of a state that a program of the kernels that combine 
 
 
 def layout_of(*tensors: Tensor | None) -> Layout:
-    """Return the layout of the tensors of a call. The first one is q."""
+    """Return shape, dtype, device, strides and alignment of the tensors of a call, in their order; the first is q."""
     strides: list[tuple[int, ...] | None] = []
     alignment: list[bool | None] = []
     for x in tensors:
@@ -55,7 +56,7 @@ def layout_of(*tensors: Tensor | None) -> Layout:
 
 
 class SplitPlan(NamedTuple):
-    """A sum over the tokens: the kernel for each split, and the one that combines the splits, if there are several."""
+    """A sum over the tokens: a kernel that is launched over all splits, and one that adds up several splits."""
 
     splits: int
     kernel: Kernel
@@ -63,6 +64,8 @@ class SplitPlan(NamedTuple):
 
 
 class ForwardPlan(NamedTuple):
+    """The kernels of a forward pass: the sums over the keys, and the output."""
+
     is_copied: bool  # True if q, k and v are made contiguous first
     state: SplitPlan | None  # None without LLN
     output: Kernel
@@ -103,12 +106,13 @@ def have_common_strides(shape: torch.Size, strides: Sequence[tuple[int, ...] | N
     return True
 
 
-def _common_strides(layout: Layout, tensors: int) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
-    """Return whether the first tensors are made contiguous, their strides, and those of torch.empty_like(q).
+def _common_strides(layout: Layout, count: int) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
+    """Decide whether the first `count` tensors must be copied, because their strides differ.
 
-    The tensors are made contiguous unless they have common strides. The strides are those of batch, heads and tokens.
+    Returns: True if they must be made contiguous, the strides that they then have, and those of torch.empty_like(q).
+        Both have the strides of batch, heads and tokens.
     """
-    is_copied = not have_common_strides(layout.shape, layout.strides[:tensors])
+    is_copied = not have_common_strides(layout.shape, layout.strides[:count])
     q = torch.empty(layout.shape, device="meta")
     q_strides = layout.strides[0]
     if not is_copied and q_strides is not None:
@@ -124,10 +128,10 @@ def _settings(layout: Layout, rows: int, has_padding: bool, form: str, **chunk: 
 def _chunk_kernel(
     function: Any, name: str, layout: Layout, spec: Spec, has_padding: bool, *numbers: Any, **constants: Any
 ) -> Kernel:
-    """Return a kernel whose programs compute chunks, on the grid (B H, chunks). `name` is the first part of its tile's.
+    """Return a kernel each of whose programs computes one chunk of one head, on the grid (B H, chunks).
 
-    A chunk is as many whole blocks as fit in one tile, but at least one block, which may take several tiles. Without
-    blocks, a chunk is four tiles.
+    Its tile has the name NAME_FORM. A chunk is as many whole blocks as fit in one tile. A block that is larger than a
+    tile is a chunk of several tiles. Without blocks, a chunk is four tiles.
     """
     batch, heads, length, _ = layout.shape
     tile = select_tile(layout, f"{name}_{spec.form}", spec.block_size)
@@ -212,7 +216,8 @@ def _combine_kernel(function: Any, layout: Layout, numbers: tuple[int, ...], **c
 def plan_backward(spec: Spec, layout: Layout, needed: tuple[bool, ...], has_exchange: bool) -> BackwardPlan:
     """Plan a backward pass. The layout is that of the `Inputs`, the saved tensors and, last, the gradient.
 
-    `needed` says which gradients of α, β and the offset are computed: a kernel without one is another compiled kernel.
+    `needed` says which of the gradients of α, β and the offset are computed. Triton compiles a kernel anew if one of
+    them is None, so a plan is made for each combination.
     """
     batch, heads, length, dim = layout.shape
     is_copied, strides, out_strides = _common_strides(layout, 3)
