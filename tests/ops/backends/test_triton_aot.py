@@ -68,7 +68,7 @@ COMPILED = [
 ]
 KERNELS = set()
 for path in (ROOT / "lln_fairseq/ops/backends/triton").glob("*.py"):
-    KERNELS.update(re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE))
+    KERNELS.update(re.findall(r"^@triton\.jit\(.*\)\ndef (\w+_kernel)\(", path.read_text(), re.MULTILINE))
 # One kernel computes the gradients of queries, of keys, or of both, under a name for each.
 KERNELS.remove("_backward_kernel")
 KERNELS.update(f"_backward_kernel_{passes}" for passes in ("queries", "keys", "queries_keys"))
