@@ -1,0 +1,73 @@
+"""Test the choice of tiles to measure with launches that are recorded instead of made, because they need a GPU."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from lln_fairseq.ops.backends.triton import launch
+from lln_fairseq.ops.backends.triton.launch import Tile
+from scripts.benchmarks import tiles
+
+CANDIDATE = Tile(128, 2, 5)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Return a list that gets the options of every launch, as they are on a GPU of compute capability 9.0."""
+    options = []
+    for module in (tiles.plan, launch):
+        monkeypatch.setattr(module, "INTERPRETED", False, raising=False)
+    monkeypatch.setattr(launch, "capability", lambda device: 90)
+    monkeypatch.setattr(
+        "lln_fairseq.ops.backends.triton.launch_kernel", lambda kernel, *tensors: options.append(kernel.constants)
+    )
+    tiles.forget_plans()
+    yield options
+    tiles.forget_plans()
+
+
+def run_kernel(kernel):
+    arguments = ["--dtype", "float16", "--tokens", "2048", "--heads", "1"]
+    args = tiles.parse_arguments(arguments)
+    args.device = "cpu"
+    length = 2048 if kernel == "grad_state_splits" else 512
+    tiles.make_call(kernel, length, args)()
+
+
+@pytest.mark.parametrize("kernel", tiles.KERNELS)
+def test_candidate_replaces_tile_of_one_kernel_only_inside(launched, kernel):
+    settings = CANDIDATE.options
+    with tiles.selected_tile(kernel, CANDIDATE):
+        run_kernel(kernel)
+    with_candidate = [{name: x.get(name) for name in settings} == settings for x in launched]
+    # The kernel that sums over the global keys has the tile of the pass that reads its sums.
+    assert sum(with_candidate) == (2 if kernel == "keys_diag" else 1)
+    launched.clear()
+
+    run_kernel(kernel)
+
+    assert launched
+    assert not any({name: x.get(name) for name in settings} == settings for x in launched)
+
+
+def test_times_are_those_of_the_tiles(monkeypatch):
+    monkeypatch.setattr(tiles, "make_call", lambda kernel, length, args: launch._TILES[kernel][0])
+    monkeypatch.setattr(tiles, "captured", lambda tile: tile)
+    monkeypatch.setattr(
+        tiles, "interleaved", lambda runs, device, repeats: {tile: [tile.rows, tile.rows + 1, 1000] for tile in runs}
+    )
+    args = tiles.parse_arguments(["--lengths", "512", "1024"])
+    candidates = [Tile(64, 4, 1), Tile(32, 4, 2), Tile(128, 8, 1)]
+
+    rows = tiles.time_kernel("state", candidates, args)
+
+    assert rows == [(candidates[1], [33, 33]), (candidates[0], [65, 65]), (candidates[2], [129, 129])]
+    table = tiles.kernel_table(candidates[2], rows, args.lengths).splitlines()
+    assert table[-1].split() == ["in", "use", "128", "8", "1", "any", "129.0000", "129.0000"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="checks what happens without a GPU")
+def test_machine_without_gpu_is_reported(capsys):
+    assert tiles.main([]) == 1
+    assert capsys.readouterr().err.strip().endswith("tiles are timed on a GPU, and torch finds none")
