@@ -39,9 +39,10 @@ class HookedTask(FairseqTask):
         self.loss_scale = LossScaleMonitor()
         self.resume = ExactResume(cfg, self.loss_scale)
         self.sequence_parallelism = SequenceParallelism(cfg)
-        self.layer_scalars = LayerScalars(cfg, self.loss_scale)
+        self.layer_scalars = LayerScalars(cfg)
         self.probe = AttentionProbe(cfg)
         self.padding_report = PaddingReport()
+        self._is_training = False  # during a training step, not during a validation
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
         """Build a model from its options, and join the worker's sequence-parallel group.
@@ -122,6 +123,7 @@ class HookedTask(FairseqTask):
         number of completed updates. With sequence parallelism, `sample` is the whole batch of the group. In updates
         that are logged, the logging output has the layer scalars.
         """
+        self._is_training = True
         self.probe.before_step(model, update_num, self.datasets)
         self.resume.before_step(optimizer)
         self.loss_scale.before_step(optimizer)
@@ -141,8 +143,8 @@ class HookedTask(FairseqTask):
         self.probe.after_update(model, update_num + 1, self.datasets)
 
     def valid_step(self, sample: Any, model: Any, criterion: Any) -> tuple:
-        """Compute the loss of one batch without gradients, and log no layer scalars until the next `train_step`."""
-        self.layer_scalars.is_training = False
+        """Compute the loss of one batch without gradients."""
+        self._is_training = False
         shard = self.sequence_parallelism.cut_shard(sample, self.source_dictionary.pad())
         return super().valid_step(shard, model, self._with_autocast(criterion))
 
@@ -160,7 +162,9 @@ class HookedTask(FairseqTask):
     def reduce_metrics(self, logging_outputs: list[dict[str, Any]], criterion: Any) -> None:
         """Log the metrics of an update or a validation, from the logging outputs of all batches and workers."""
         super().reduce_metrics(logging_outputs, criterion)
-        self.layer_scalars.log(logging_outputs)
+        if self._is_training:
+            self.loss_scale.log()
+            self.layer_scalars.log(logging_outputs)
 
     def get_checkpoint_dict(self) -> dict[str, Any]:
         """Return the entries that fairseq adds to `extra_state` when it saves a checkpoint.

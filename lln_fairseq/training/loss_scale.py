@@ -1,7 +1,9 @@
-"""Monitor the loss scale of an fp16 run."""
+"""Monitor and log the loss scale of an fp16 run."""
 
 from collections import deque
 from typing import Any
+
+from fairseq.logging import metrics
 
 # Attributes of fairseq's DynamicLossScaler that determine when it changes the loss scale next.
 SCALER_STATE = ("_iter", "_last_overflow_iter", "_last_rescale_iter", "_overflows_since_rescale")
@@ -31,6 +33,14 @@ class LossScaleMonitor:
         if not self.recent_scales or self.recent_scales[-1] != self.scaler.loss_scale:
             self.recent_scales.append(self.scaler.loss_scale)
 
+    def log(self) -> None:
+        """Log the number of overflows and the inverse loss scale, but nothing without fp16."""
+        if self.scaler is None:
+            return
+        metrics.log_scalar("overflows", self.overflows, weight=0, priority=710, round=0)
+        # Derived metrics are computed last: fairseq logs the loss scale of an update after all other metrics.
+        metrics.log_derived("inverse_loss_scale", _inverse_loss_scale, priority=705)
+
     def scaler_state(self) -> dict[str, int]:
         """Return the values of SCALER_STATE for a checkpoint, because fairseq saves only the loss scale.
 
@@ -51,6 +61,13 @@ class LossScaleMonitor:
         for name in SCALER_STATE:
             setattr(scaler, name, saved[name])
         self._last_overflow = scaler._last_overflow_iter
+
+
+def _inverse_loss_scale(meters: Any) -> float:
+    """Return 1 / loss scale, or 0.0 before fairseq has logged a loss scale."""
+    if "loss_scale" not in meters:
+        return 0.0
+    return 1 / meters["loss_scale"].val
 
 
 def find_scaler(optimizer: Any) -> Any:

@@ -1,6 +1,6 @@
 """Write to TensorBoard what fairseq leaves out: scalars of every layer, and the configuration.
 
-    train_inner/inverse_loss_scale, train_inner/overflows          with fp16
+    train_inner/inverse_loss_scale, train_inner/overflows          with fp16, see loss_scale.py
     attention/{sigma_q, sigma_k, tau_sm, tau_lln, alpha, beta}/layer_NN
     the configuration as text, and the settings that change the result of a run for the HPARAMS tab
 
@@ -14,12 +14,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from fairseq.logging import metrics
 from torch import Tensor, nn
 
 from lln_fairseq.analysis import layer_scalars
 from lln_fairseq.checkpoints.config import config_yaml, plain_config, plain_options
-from lln_fairseq.training.loss_scale import LossScaleMonitor
 from lln_fairseq.training.run_identity import result_settings
 from lln_fairseq.training.worker import is_first_worker
 
@@ -53,17 +51,15 @@ BUDGET = (
 
 
 class LayerScalars:
-    """Logs the scalars of every layer's attention every --log-interval updates, and fp16's overflows and loss scale.
+    """Writes the scalars of every layer's attention every --log-interval updates.
 
     The scalars are added to fairseq's logging output of a batch. fairseq sums them over batches and workers, so their
     means are correct with gradient accumulation and several workers. A layer that LayerDrop left out has no value in
-    that update. `cfg` is the configuration of the task, and `loss_scale` counts the overflows.
+    that update. `cfg` is the configuration of the task.
     """
 
-    def __init__(self, cfg: Any, loss_scale: LossScaleMonitor) -> None:
+    def __init__(self, cfg: Any) -> None:
         self.cfg = cfg
-        self.loss_scale = loss_scale
-        self.is_training = False  # False during a validation
         self._updates = 0  # completed before the current update
         self._writer: Any = None
 
@@ -75,7 +71,6 @@ class LayerScalars:
         are not logged, it is empty. `updates` is the number of completed updates.
         """
         self._updates = updates
-        self.is_training = True
         if not self.cfg.tensorboard_logdir or (updates + 1) % self.cfg.log_interval:
             yield []
             return
@@ -94,16 +89,7 @@ class LayerScalars:
         return {**log, SCALARS: totals, COUNT: counts}
 
     def log(self, logging_outputs: list[dict[str, Any]]) -> None:
-        """Log fp16's overflows and loss scale, and write the mean of the layer scalars over all batches and workers.
-
-        Only the first worker writes the layer scalars, and only if there are any. A validation logs nothing.
-        """
-        if not self.is_training:
-            return
-        if self.loss_scale.scaler is not None:
-            metrics.log_scalar("overflows", self.loss_scale.overflows, weight=0, priority=710, round=0)
-            # Derived metrics are computed last: fairseq logs the loss scale of an update after all other metrics.
-            metrics.log_derived("inverse_loss_scale", _inverse_loss_scale, priority=705)
+        """Write the means of the scalars over all batches and workers, if there are any; only in the first worker."""
         observed = [log for log in logging_outputs if SCALARS in log]
         if observed and is_first_worker():
             count = sum(log[COUNT] for log in observed)
@@ -122,13 +108,6 @@ class LayerScalars:
                 if math.isfinite(value):
                     self._writer.add_scalar(f"{name}/layer_{number:02d}", value, updates)
         self._writer.flush()
-
-
-def _inverse_loss_scale(meters: Any) -> float:
-    """Return 1 / loss scale, or 0.0 before fairseq has logged a loss scale."""
-    if "loss_scale" not in meters:
-        return 0.0
-    return 1 / meters["loss_scale"].val
 
 
 def write_configuration(cfg: Any) -> None:

@@ -64,7 +64,7 @@ def test_layers_keep_their_numbers(options, corpus, tmp_path, monkeypatch):
 
 def test_every_layer_is_averaged_over_its_own_calls():
     two_calls = [torch.full((6,), 1.0), torch.full((6,), 3.0)]
-    log = LayerScalars(cfg=None, loss_scale=None).add_to({"loss": 2.0}, [[], two_calls])
+    log = LayerScalars(cfg=None).add_to({"loss": 2.0}, [[], two_calls])
 
     assert log["loss"] == 2.0
     assert log[COUNT].tolist() == [[0], [2]]
