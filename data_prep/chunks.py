@@ -15,7 +15,7 @@ from itertools import count
 from typing import NamedTuple
 
 from lln_fairseq.terminal import print_status
-from lln_fairseq.text.encode import map_in_order, prepare_worker
+from lln_fairseq.text.parallel_encoder import map_in_order, prepare_worker
 
 
 class DrawnRow(NamedTuple):

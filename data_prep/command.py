@@ -6,7 +6,7 @@ from typing import Any
 
 from lln_fairseq.command import run_main
 from lln_fairseq.terminal import at_least_one, print_status
-from lln_fairseq.text.encode import usable_cores
+from lln_fairseq.text.parallel_encoder import usable_cores
 
 
 def add_tokenizer_option(parser: argparse.ArgumentParser) -> None:

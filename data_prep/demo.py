@@ -37,8 +37,8 @@ from typing import Any
 from lln_fairseq.files import write_bytes
 from lln_fairseq.terminal import print_status
 from lln_fairseq.text.binary_format import binarize
-from lln_fairseq.text.encode import ParallelEncoder
-from lln_fairseq.text.lines import SPLITS, assign_split, clean_text, sentence_key
+from lln_fairseq.text.parallel_encoder import ParallelEncoder
+from lln_fairseq.text.read_lines import SPLITS, assign_split, clean_text, sentence_key
 from lln_fairseq.text.tokenizers import SentencePieceTokenizer, train_sentencepiece
 from lln_fairseq.text.vocabulary import Vocabulary, new_vocabulary
 

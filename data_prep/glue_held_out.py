@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from lln_fairseq.errors import UserError
-from lln_fairseq.text.encode import ParallelEncoder
-from lln_fairseq.text.lines import SPLITS
+from lln_fairseq.text.parallel_encoder import ParallelEncoder
+from lln_fairseq.text.read_lines import SPLITS
 
 from . import manifest
 from .command import add_build_options, add_tokenizer_option, run_build, summarize_datasets

@@ -29,7 +29,7 @@ from lln_fairseq.errors import UserError
 from lln_fairseq.files import write_bytes
 from lln_fairseq.terminal import print_status
 from lln_fairseq.text.binary_format import Block, binarize
-from lln_fairseq.text.lines import SPLITS
+from lln_fairseq.text.read_lines import SPLITS
 from lln_fairseq.text.special_symbols import EOS, NUM_SPECIAL
 from lln_fairseq.text.tokenizers import dictionary_text
 from lln_fairseq.text.vocabulary import DICTIONARY

@@ -22,7 +22,7 @@ from PIL import Image
 
 from lln_fairseq.errors import UserError
 from lln_fairseq.files import sha256_of
-from lln_fairseq.text.lines import SPLITS, read_raw_lines
+from lln_fairseq.text.read_lines import SPLITS, read_raw_lines
 
 from . import listops
 from .archives import damage_as_data_error, list_matching_files, read_matching_files

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from lln_fairseq.terminal import print_status
-from lln_fairseq.text.encode import ParallelEncoder
-from lln_fairseq.text.lines import SPLITS, assign_split, read_lines
+from lln_fairseq.text.parallel_encoder import ParallelEncoder
+from lln_fairseq.text.read_lines import SPLITS, assign_split, read_lines
 
 from . import manifest
 from .archives import open_tree

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lln_fairseq.errors import UserError
 from lln_fairseq.files import write_bytes
-from lln_fairseq.text.lines import read_lines
+from lln_fairseq.text.read_lines import read_lines
 from lln_fairseq.text.tokenizers import VOCAB_SIZE, train_on_corpus
 
 from .command import run_command

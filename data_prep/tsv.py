@@ -26,9 +26,9 @@ from typing import Any
 from lln_fairseq.errors import UserError
 from lln_fairseq.files import sha256_of
 from lln_fairseq.terminal import print_status
-from lln_fairseq.text.encode import ParallelEncoder
 from lln_fairseq.text.labels import label_dictionary, read_class_names
-from lln_fairseq.text.lines import SPLITS, read_lines
+from lln_fairseq.text.parallel_encoder import ParallelEncoder
+from lln_fairseq.text.read_lines import SPLITS, read_lines
 
 from . import manifest
 from .command import add_build_options, add_tokenizer_option, run_command

@@ -27,8 +27,8 @@ from lln_fairseq.errors import UserError
 from lln_fairseq.files import write_bytes
 from lln_fairseq.terminal import print_status
 from lln_fairseq.text.binary_format import binarize
-from lln_fairseq.text.encode import ParallelEncoder
-from lln_fairseq.text.lines import SPLITS, read_lines
+from lln_fairseq.text.parallel_encoder import ParallelEncoder
+from lln_fairseq.text.read_lines import SPLITS, read_lines
 from lln_fairseq.text.tokenizers import TOKENIZER_FILES, VOCAB_SIZE, train_on_corpus
 from lln_fairseq.text.vocabulary import DICTIONARY, Vocabulary, new_vocabulary
 

@@ -8,7 +8,7 @@ from fairseq.tokenizer import tokenize_line
 
 from data_prep import glue
 from data_prep.glue_tasks import GLUE_TASKS, read_glue_rows
-from lln_fairseq.text.lines import read_lines
+from lln_fairseq.text.read_lines import read_lines
 from lln_fairseq.text.tokenizers import SentencePieceTokenizer, train_sentencepiece
 
 WORDS = ["film", "story", "actor", "scene", "camera", "music", "script", "ending", "comedy", "wonderful", "dreadful"]

@@ -22,7 +22,7 @@ from lln_fairseq.errors import UserError
 from lln_fairseq.files import atomic_path
 from lln_fairseq.inference.loading import add_positions_option, add_precision_option
 from lln_fairseq.inference.text_model import Prediction, TextModel, load_text_model
-from lln_fairseq.text.lines import read_lines
+from lln_fairseq.text.read_lines import read_lines
 from lln_fairseq.text.text_ids import ON_LONG, LongTextError
 
 STANDARD_STREAM = "-"  # standard input or standard output

@@ -25,7 +25,7 @@ from lln_fairseq.checkpoints.reading import load_checkpoint
 from lln_fairseq.checkpoints.run_tokenizer import check_vocabulary, directories
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import build_model, require_finite, set_positions, use_precision
-from lln_fairseq.models.linear_choice import FLOAT32
+from lln_fairseq.models.matmul_choice import FLOAT32
 from lln_fairseq.text.special_symbols import MASK, NUM_SPECIAL
 from lln_fairseq.text.text_ids import (
     CHUNK_CHARACTERS,

@@ -12,7 +12,7 @@ from fairseq.tasks.masked_lm import MaskedLMConfig, MaskedLMTask
 
 from lln_fairseq.errors import UserError, user_errors
 from lln_fairseq.text.checks import check_lines, require_same_symbols
-from lln_fairseq.text.split_lines import SplitLines
+from lln_fairseq.text.long_lines import SplitLines
 from lln_fairseq.training.hooked_task import HookedTask, require_files
 from lln_fairseq.training.options import TrainingOptions
 

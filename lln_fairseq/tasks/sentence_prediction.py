@@ -26,7 +26,7 @@ from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.errors import UserError, user_errors
 from lln_fairseq.models import LLNRobertaModel
 from lln_fairseq.text.checks import check_labels, check_lines, check_targets, read_symbols, require_same_symbols
-from lln_fairseq.text.sentence_inputs import (
+from lln_fairseq.text.sentence_datasets import (
     add_input,
     count_cut_rows,
     has_targets,

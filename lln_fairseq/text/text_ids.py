@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.errors import UserError
-from lln_fairseq.text.encode import encode_block
+from lln_fairseq.text.parallel_encoder import encode_block
 from lln_fairseq.text.special_symbols import EOS, MASK
 
 Text = str | Sequence[str]  # one text, or a pair of texts as a tuple or list

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from lln_fairseq.errors import UserError
 from lln_fairseq.terminal import print_status
-from lln_fairseq.text.lines import MAX_LINE, sample_lines_evenly
+from lln_fairseq.text.read_lines import MAX_LINE, sample_lines_evenly
 from lln_fairseq.text.special_symbols import MASK, SPECIAL_SYMBOLS, format_dictionary
 
 VOCAB_SIZE = 32000

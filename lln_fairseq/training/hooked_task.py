@@ -17,9 +17,9 @@ from lln_fairseq.checkpoints.compatibility import dictionary_hash
 from lln_fairseq.checkpoints.reading import PLUGIN_STATE
 from lln_fairseq.errors import UserError
 from lln_fairseq.text.vocabulary import recorded_identity
+from lln_fairseq.training.attention_probe import AttentionProbe
 from lln_fairseq.training.loss_scale import LossScaleMonitor
 from lln_fairseq.training.padding_report import PaddingReport
-from lln_fairseq.training.probe import AttentionProbe
 from lln_fairseq.training.resume import ExactResume
 from lln_fairseq.training.sequence_parallel import SequenceParallelism
 from lln_fairseq.training.tensorboard import LayerScalars

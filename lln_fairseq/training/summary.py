@@ -10,7 +10,7 @@ from fairseq.trainer import Trainer
 
 from lln_fairseq.checkpoints.compatibility import option_value
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION, plain_options, softmax_layers
-from lln_fairseq.models.linear_choice import bfloat16_speed
+from lln_fairseq.models.matmul_choice import bfloat16_speed
 from lln_fairseq.models.options import attention_options
 from lln_fairseq.training.padding_report import row_lengths
 from lln_fairseq.training.schedule import total_updates

@@ -16,7 +16,7 @@ from fairseq.tasks.sentence_prediction import SentencePredictionConfig, Sentence
 
 from data_prep import demo, download, manifest
 from lln_fairseq.errors import UserError
-from lln_fairseq.text.lines import SPLITS, sentence_key
+from lln_fairseq.text.read_lines import SPLITS, sentence_key
 from lln_fairseq.text.tokenizers import load_sentencepiece
 from tests.data_prep.conftest import BAD, GOOD, MOVIES, VOCAB_SIZE, decode, files_without_manifest, read_files
 

@@ -6,7 +6,7 @@ import pytest
 from fairseq.tasks.sentence_prediction import SentencePredictionConfig, SentencePredictionTask
 
 from data_prep import newsgroups
-from lln_fairseq.text.lines import assign_split
+from lln_fairseq.text.read_lines import assign_split
 from lln_fairseq.text.vocabulary import load_vocabulary
 from tests.data_prep.conftest import text_of
 

@@ -17,7 +17,7 @@ from lln_fairseq.__main__ import main
 from lln_fairseq.conversion.convert import CHECKPOINT
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
-from lln_fairseq.text.encode import encode_block
+from lln_fairseq.text.parallel_encoder import encode_block
 from lln_fairseq.text.vocabulary import load_vocabulary
 from tests.conversion.sources import TOKENIZERS, make_model
 from tests.fuzz.damage import damages, malicious_objects, replacements, torch_bytes

@@ -27,8 +27,8 @@ from lln_fairseq.errors import UserError
 from lln_fairseq.inference.evaluate import compute_outputs, format_predictions, load_finetuned_model
 from lln_fairseq.inference.predict import prediction_lines
 from lln_fairseq.inference.text_model import Prediction
-from lln_fairseq.models.linear_choice import working_way
-from lln_fairseq.models.linear_ways import WAYS
+from lln_fairseq.models.matmul_choice import working_way
+from lln_fairseq.models.matmul_ways import WAYS
 from lln_fairseq.text.text_ids import CHUNK_TEXTS, LongTextError, TextIds, split_into_chunks
 from lln_fairseq.text.vocabulary import load_vocabulary
 from tests.data_prep.conftest import TEXT, small_gpt2

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lln_fairseq.errors import UserError
-from lln_fairseq.text.encode import encode_block
+from lln_fairseq.text.parallel_encoder import encode_block
 from lln_fairseq.text.tokenizers import SentencePieceTokenizer, train_sentencepiece
 from lln_fairseq.text.vocabulary import Vocabulary, load_vocabulary, new_vocabulary
 from tests.data_prep.conftest import TEXT, WORDS, text_of

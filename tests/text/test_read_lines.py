@@ -6,8 +6,7 @@ from collections import Counter
 import pytest
 
 from lln_fairseq.errors import UserError
-from lln_fairseq.text import lines
-from lln_fairseq.text.lines import assign_split, clean_text, read_lines, sentence_key
+from lln_fairseq.text.read_lines import MAX_LINE, assign_split, clean_text, read_lines, sentence_key
 
 
 @pytest.mark.parametrize(
@@ -61,7 +60,7 @@ class EndlessLine(io.RawIOBase):
 
     def readinto(self, buffer):
         self.bytes_read += len(buffer)
-        assert self.bytes_read < 2 * lines.MAX_LINE
+        assert self.bytes_read < 2 * MAX_LINE
         buffer[:] = b"x" * len(buffer)
         return len(buffer)
 
@@ -72,6 +71,6 @@ def test_endless_line_raises_before_it_is_read():
 
 
 def test_lines_of_the_maximal_length_are_read():
-    longest = b"x" * (lines.MAX_LINE - 1) + b"\n"
+    longest = b"x" * (MAX_LINE - 1) + b"\n"
 
-    assert [len(line) for line in read_lines(io.BytesIO(longest * 2), "here")] == [lines.MAX_LINE - 1] * 2
+    assert [len(line) for line in read_lines(io.BytesIO(longest * 2), "here")] == [MAX_LINE - 1] * 2

@@ -9,8 +9,8 @@ from fairseq.data.encoders.gpt2_bpe_utils import get_encoder
 
 from data_prep.download import cache_directory
 from lln_fairseq.errors import UserError
-from lln_fairseq.text import encode
-from lln_fairseq.text.encode import ParallelEncoder, split_into_blocks
+from lln_fairseq.text import parallel_encoder
+from lln_fairseq.text.parallel_encoder import ParallelEncoder, split_into_blocks
 from lln_fairseq.text.vocabulary import load_vocabulary
 from tests.data_prep.conftest import TEXT, WORDS, decode, encode_line, text_of
 
@@ -85,7 +85,7 @@ LINES = [line.replace("\n", " ") for line in random_texts(300)] + [""]
 @pytest.fixture
 def vocabulary(gpt2, monkeypatch):
     """Return a GPT-2 vocabulary; encoding uses small blocks."""
-    monkeypatch.setattr(encode, "BLOCK_CHARACTERS", 60)
+    monkeypatch.setattr(parallel_encoder, "BLOCK_CHARACTERS", 60)
     return load_vocabulary(str(gpt2))
 
 
@@ -134,7 +134,7 @@ def test_two_processes_stream_the_same_blocks_and_report_a_killed_process(vocabu
 
 
 def test_split_into_blocks_keeps_every_line(monkeypatch):
-    monkeypatch.setattr(encode, "BLOCK_CHARACTERS", 5)
+    monkeypatch.setattr(parallel_encoder, "BLOCK_CHARACTERS", 5)
 
     assert list(split_into_blocks(["abc", "d", "", "efghijk", "l"])) == [["abc", "d"], ["", "efghijk"], ["l"]]
     assert list(split_into_blocks([])) == []

@@ -27,7 +27,7 @@ from fairseq.data import (
 )
 from torch import Tensor
 
-from lln_fairseq.text.split_lines import ResizedDataset
+from lln_fairseq.text.long_lines import ResizedDataset
 
 
 class WithoutLast(ResizedDataset):

@@ -43,7 +43,9 @@ def test_probe_does_not_change_training(training_options, corpus, tmp_path, monk
     for name in ("entropy", "spectral_gap", "tau_sm", "log_ks", "residual"):
         for layer in range(2):
             assert curves[f"probe/{name}/layer_{layer:02d}"].steps == [0, 2, 4]
-    messages = [record.getMessage() for record in caplog.records if record.name == "lln_fairseq.training.probe"]
+    messages = [
+        record.getMessage() for record in caplog.records if record.name == "lln_fairseq.training.attention_probe"
+    ]
     assert len(messages) == 1 + 3
     assert "3 sequences of split 'valid'" in messages[0]
     assert re.fullmatch(
