@@ -4,7 +4,7 @@
     python -m scripts.benchmarks.tiles --kernels state grad_state --dtype bfloat16 --head-dim 128
 
 A tile is the number of tokens that a program of a kernel handles at once, with its warps and the stages of its
-pipeline. lln_fairseq/ops/backends/triton/launch.py names the kernels and has the tiles in use. For each kernel, a call
+pipeline. lln_fairseq/ops/backends/triton/tiles.py names the kernels and has the tiles in use. For each kernel, a call
 that launches it runs with every candidate, forward and backward, and only the GPU's own time is measured: the call is
 captured in a CUDA graph and replayed, all candidates in turn. Several processes compile the candidates first, which
 takes most of the time. A candidate that does not compile, or that needs more shared memory than there is, is left out.
@@ -26,14 +26,15 @@ import torch
 
 from lln_fairseq.command import run_main
 from lln_fairseq.errors import UserError, first_line
-from lln_fairseq.ops.backends.triton import launch, plan
-from lln_fairseq.ops.backends.triton.launch import LONG_BLOCK, Tile
+from lln_fairseq.ops.backends.triton import plan
+from lln_fairseq.ops.backends.triton.launch import HEAD_DIMS
+from lln_fairseq.ops.backends.triton.tiles import COLUMNS, LONG_BLOCK, MEASURED_ON_H200, TILES, Tile, select_tile
 from lln_fairseq.ops.dispatch import attend
 from lln_fairseq.ops.formula import AVERAGE, Inputs, Spec
 from lln_fairseq.terminal import at_least_one, program_parser, text_table
 from scripts.benchmarks.meter import captured, device_name, interleaved
 
-KERNELS = tuple(launch._TILES)
+KERNELS = tuple(TILES)
 CANDIDATES = [Tile(*fields) for fields in itertools.product((16, 32, 64, 128), (4, 8), (1, 2, 3))]
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 SHOWN = 5  # of the fastest tiles of a kernel
@@ -82,8 +83,8 @@ def make_call(kernel: str, length: int, args: argparse.Namespace) -> Callable[[]
 def selected_tile(kernel: str, tile: Tile) -> Iterator[None]:
     """Use a tile for a kernel in all calls that are made inside."""
     forget_plans()
-    row = {kernel: (tile,) * len(launch._COLUMNS)}
-    with patch.dict(launch._TILES, row), patch.dict(launch._MEASURED_ON_H200, {kernel: tile}):
+    row = {kernel: (tile,) * len(COLUMNS)}
+    with patch.dict(TILES, row), patch.dict(MEASURED_ON_H200, {kernel: tile}):
         yield
     forget_plans()
 
@@ -141,8 +142,7 @@ def benchmark(args: argparse.Namespace) -> None:
 
 def tile_in_use(kernel: str, args: argparse.Namespace) -> Tile:
     """Return the tile that the package uses for a kernel on this GPU."""
-    q = torch.empty(1, 1, 1, args.head_dim, dtype=DTYPES[args.dtype], device=args.device)
-    return launch.select_tile(plan.layout_of(q), kernel)
+    return select_tile(kernel, torch.device(args.device), DTYPES[args.dtype], args.head_dim)
 
 
 def kernel_table(used: Tile, rows: list[tuple[Tile, list[float]]], lengths: list[int]) -> str:
@@ -162,7 +162,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lengths", nargs="+", type=at_least_one, default=[512, 4096])
     parser.add_argument("--tokens", type=at_least_one, default=32768, help="per batch (default: %(default)s)")
     parser.add_argument("--heads", type=at_least_one, default=12)
-    parser.add_argument("--head-dim", type=int, choices=launch.HEAD_DIMS, default=64)
+    parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, default=64)
     parser.add_argument("--dtype", choices=DTYPES, default="float16")
     parser.add_argument("--repeats", type=at_least_one, default=20)
     parser.add_argument("--workers", type=at_least_one, default=os.cpu_count(), help="processes that compile")

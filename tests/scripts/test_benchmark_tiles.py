@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from lln_fairseq.ops.backends.triton import launch
-from lln_fairseq.ops.backends.triton.launch import Tile
+from lln_fairseq.ops.backends.triton import tiles as package_tiles
+from lln_fairseq.ops.backends.triton.tiles import TILES, Tile
 from scripts.benchmarks import tiles
 
 CANDIDATE = Tile(128, 2, 5)
@@ -16,9 +16,8 @@ CANDIDATE = Tile(128, 2, 5)
 def launched(monkeypatch):
     """Return a list that gets the options of every launch, as they are on a GPU of compute capability 9.0."""
     options = []
-    for module in (tiles.plan, launch):
-        monkeypatch.setattr(module, "INTERPRETED", False, raising=False)
-    monkeypatch.setattr(launch, "capability", lambda device: 90)
+    monkeypatch.setattr(package_tiles, "INTERPRETED", False)
+    monkeypatch.setattr(package_tiles, "capability", lambda device: 90)
     monkeypatch.setattr(
         "lln_fairseq.ops.backends.triton.launch_kernel", lambda kernel, *tensors: options.append(kernel.constants)
     )
@@ -52,7 +51,7 @@ def test_candidate_replaces_tile_of_one_kernel_only_inside(launched, kernel):
 
 
 def test_times_are_those_of_the_tiles(monkeypatch):
-    monkeypatch.setattr(tiles, "make_call", lambda kernel, length, args: launch._TILES[kernel][0])
+    monkeypatch.setattr(tiles, "make_call", lambda kernel, length, args: TILES[kernel][0])
     monkeypatch.setattr(tiles, "captured", lambda tile: tile)
     monkeypatch.setattr(
         tiles, "interleaved", lambda runs, device, repeats: {tile: [tile.rows, tile.rows + 1, 1000] for tile in runs}

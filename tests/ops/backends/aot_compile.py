@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from lln_fairseq.ops.backends import triton as backend
-from lln_fairseq.ops.backends.triton import launch
+from lln_fairseq.ops.backends.triton import tiles
 from lln_fairseq.ops.dispatch import attend
 from lln_fairseq.ops.formula import AVERAGE, DIAG, JOINT, LLN, Inputs, Spec
 
@@ -56,7 +56,7 @@ def compile_only(arch, report, timeout):
     A kernel that takes longer than `timeout` seconds ends the process.
     """
     driver.set_active(CompileOnlyDriver(arch))
-    launch.capability = lambda device: arch
+    tiles.capability = lambda device: arch
     original = JITFunction.run
 
     def run(self, *positional, grid, warmup, **keywords):

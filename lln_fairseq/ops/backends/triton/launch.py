@@ -1,8 +1,7 @@
-"""The launch of a Triton kernel, and its settings: supported tensors, tile sizes, and splits of the tokens."""
+"""The launch of a Triton kernel, and its settings: supported tensors, and splits of the tokens."""
 
 import functools
 import math
-import os
 from contextlib import nullcontext
 from typing import Any, NamedTuple, Self
 
@@ -13,80 +12,15 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
+from lln_fairseq.ops.backends.triton import tiles
 from lln_fairseq.ops.formula import LLN, Spec
 
 # The versions of Triton whose compiled kernels take the arguments of `launch_kernel`.
 CAN_CALL_COMPILED = triton.__version__.startswith(("3.6.", "3.7."))
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 HEAD_DIMS = (16, 32, 64, 128)
 BLOCK_SIZES = range(16, 257)
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 MAX_SPLITS = 128
-LONG_BLOCK = 64  # tokens; for blocks longer than this, the kernels that walk over blocks have another tile
-
-
-class Tile(NamedTuple):
-    """The size of a kernel's tiles, and the settings of Triton with which that kernel is launched."""
-
-    rows: int  # tokens in a tile
-    warps: int  # warps of a program
-    stages: int  # stages of the pipeline that loads tiles
-    registers: int | None = None  # the maximum number of registers of a thread; None = no limit
-
-    @property
-    def options(self) -> dict[str, int | None]:
-        """Return the launch options num_warps, num_stages and, if the registers are limited, maxnreg."""
-        options: dict[str, int | None] = {"num_warps": self.warps, "num_stages": self.stages}
-        if self.registers is not None:
-            options["maxnreg"] = self.registers
-        return options
-
-
-# Architecture, bytes of an element, and the largest head dimension. GPUs of compute capability 8.x and 12.x use the
-# tiles of architecture 80, GPUs of 9.x and 10.x the tiles of architecture 90. float32 has small tiles because tf32x3
-# needs three operands in place of one. Its tiles are the same on both architectures.
-_COLUMNS = ((80, 2, 64), (80, 2, 128), (80, 4, 64), (80, 4, 128), (90, 2, 64), (90, 2, 128))
-# The fields of the `Tile` of each kernel, in the order of _COLUMNS. A name has the kernel or the pass and, if its tile
-# depends on it, the form; "long" marks blocks of more than LONG_BLOCK tokens. They were chosen from the compiled code,
-# so that half precision spills few registers. tests/ops/backends/test_triton_aot.py lists the spills. On an H200, those
-# of output and of backward were the best of 12 with D = 64 and half precision. _MEASURED_ON_H200 replaces others there.
-_TILES = {
-    "state": ((32, 4, 2), (64, 8, 2), (32, 4, 1), (16, 8, 1), (64, 4, 2), (64, 8, 2)),
-    "moments": ((64, 4, 2),) * 6,
-    "output_lln": ((64, 4, 2), (64, 8, 1), (32, 4, 1), (16, 8, 1), (64, 4, 2), (64, 8, 1)),
-    "output_average": ((64, 4, 1), (64, 8, 1), (16, 8, 1), (16, 8, 1), (64, 4, 2), (64, 8, 1)),
-    "output_joint": ((64, 4, 1), (32, 4, 1), (16, 8, 1), (16, 8, 1), (64, 4, 1), (64, 8, 1)),
-    "grad_state": ((64, 8, 2), (32, 8, 2), (16, 8, 1), (16, 8, 1), (32, 4, 1, 168), (32, 8, 2)),
-    "grad_state_splits": ((64, 8, 2), (32, 8, 2), (16, 8, 1), (16, 8, 1), (32, 4, 1, 168), (32, 8, 2)),
-    "keys_lln": ((32, 4, 2), (32, 8, 1), (16, 8, 1), (16, 8, 1), (64, 8, 2), (32, 8, 1)),
-    "output_diag": ((64, 4, 1), (64, 8, 1), (16, 8, 1), (16, 8, 1), (64, 4, 2), (64, 8, 1)),
-    "both_diag": ((32, 4, 1), (64, 8, 1), (16, 8, 1), (16, 8, 1), (64, 4, 1), (64, 8, 1)),
-    "queries_diag": ((64, 4, 1), (64, 8, 1), (16, 8, 1), (16, 8, 1), (64, 4, 1), (64, 8, 1)),
-    "keys_diag": ((32, 4, 1), (64, 8, 1), (16, 8, 1), (16, 8, 1), (64, 4, 1), (64, 8, 1)),
-    "both_average": ((32, 4, 1), (64, 8, 1), (16, 8, 1), (16, 8, 1), (64, 4, 1), (64, 8, 1)),
-    "both_average_long": ((32, 4, 1), (64, 8, 2), (16, 8, 1), (16, 8, 1), (64, 4, 1), (64, 8, 1)),
-    "queries_joint": ((64, 4, 1), (64, 8, 2), (16, 8, 1), (16, 8, 1), (64, 4, 1), (64, 8, 1)),
-    "queries_joint_long": ((64, 4, 1), (64, 8, 1), (16, 8, 1), (16, 8, 1), (64, 4, 1), (128, 8, 1)),
-    "keys_joint": ((32, 4, 1), (64, 8, 1), (16, 8, 1), (16, 8, 1), (64, 4, 1), (64, 8, 1)),
-    "keys_joint_long": ((32, 4, 1), (64, 8, 1), (16, 8, 1), (16, 8, 1), (64, 4, 1), (128, 8, 1)),
-}
-# For compute capability 9.0, half precision and D <= 64: the fastest of the candidates on an H200.
-_MEASURED_ON_H200: dict[str, tuple[int, int, int]] = {
-    "moments": (128, 4, 1),
-    "state": (128, 4, 1),
-    "grad_state": (64, 4, 3),  # a single split
-    "grad_state_splits": (32, 4, 3),
-}
-
-
-class Layout(NamedTuple):
-    """What a launch depends on besides options. `layout_of` returns it."""
-
-    shape: torch.Size  # (B, H, N, D)
-    dtype: torch.dtype
-    device: torch.device
-    strides: tuple[tuple[int, ...] | None, ...]  # of each tensor of the call; None for a tensor that is None
-    alignment: tuple[bool | None, ...]  # of each tensor: True if its address is a multiple of 16
 
 
 class _SettingsFields(NamedTuple):
@@ -117,31 +51,9 @@ class Settings(_SettingsFields):
         return super().__new__(cls, *fields._replace(scale=fields.dim**-0.5, chunk_rows=chunk_rows))
 
 
-def capability(device: torch.device) -> int:
-    """Return the compute capability of a GPU as one number, for example 90 for capability 9.0."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
 def shared_memory(device: torch.device) -> int:
     """Return the largest number of bytes of shared memory that a program may use on a GPU."""
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin")  # noqa: B009 - no stub
-
-
-def select_tile(layout: Layout, name: str, block_size: int = 0) -> Tile:
-    """Return the tile with this name for the device, the dtype and the head dimension; another one for long blocks."""
-    if INTERPRETED:
-        # The interpreter's time depends on the number of operations, not on their size.
-        return Tile(64, 4, 1)
-    if block_size > LONG_BLOCK and f"{name}_long" in _TILES:
-        name = f"{name}_long"
-    arch = capability(layout.device)
-    element_size = layout.dtype.itemsize
-    dim = 64 if layout.shape[3] <= 64 else 128
-    if (arch, element_size, dim) == (90, 2, 64) and name in _MEASURED_ON_H200:
-        return Tile(*_MEASURED_ON_H200[name])
-    is_arch_90 = 90 <= arch < 120 and element_size == 2
-    return Tile(*_TILES[name][_COLUMNS.index((90 if is_arch_90 else 80, element_size, dim))])
 
 
 def reason_against(spec: Spec, q: Tensor) -> str | None:
@@ -155,11 +67,11 @@ def _reason_against(form: str, block_size: int, dtype: torch.dtype, dim: int, de
         return f"The Triton kernels support float16, bfloat16 and float32, not {dtype}."
     if dim not in HEAD_DIMS:
         return f"The Triton kernels support the head dims {HEAD_DIMS}, not {dim}."
-    if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
+    if device.type != "cuda" and not (tiles.INTERPRETED and device.type == "cpu"):
         return f"The Triton kernels need CUDA, not {device.type}."
-    if not INTERPRETED and capability(device) < 80:
+    if not tiles.INTERPRETED and tiles.capability(device) < 80:
         return "The Triton kernels need compute capability 8.0: Triton does not use the tensor cores of older GPUs."
-    if not INTERPRETED and dtype.itemsize * dim == 512 and shared_memory(device) < 147456:
+    if not tiles.INTERPRETED and dtype.itemsize * dim == 512 and shared_memory(device) < 147456:
         return "float32 with head dim 128 needs 144 KB of shared memory, which this device does not have."
     if form != LLN and block_size not in BLOCK_SIZES:
         return f"The Triton kernels support blocks of 16 to 256 tokens, not {block_size}."
@@ -186,7 +98,7 @@ def split_tokens(length: int, dim: int) -> tuple[int, int]:
 
 def dot_dtype(dtype: torch.dtype) -> tl.dtype:
     """Return a dtype as Triton's. In the interpreter, which multiplies bfloat16 wrongly, that one becomes float32."""
-    if INTERPRETED and dtype == torch.bfloat16:
+    if tiles.INTERPRETED and dtype == torch.bfloat16:
         return tl.float32
     return _DTYPES[dtype]
 

@@ -23,20 +23,29 @@ from lln_fairseq.ops.backends.triton.backward_kernels import (
 )
 from lln_fairseq.ops.backends.triton.launch import (
     Kernel,
-    Layout,
     Settings,
     dot_dtype,
-    select_tile,
     split_tokens,
 )
 from lln_fairseq.ops.backends.triton.moment_kernels import _moments_combine_kernel, _moments_kernel
 from lln_fairseq.ops.backends.triton.output_kernels import _output_kernel
 from lln_fairseq.ops.backends.triton.state_kernels import _combine_state_kernel, _state_kernel
+from lln_fairseq.ops.backends.triton.tiles import Tile, select_tile
 from lln_fairseq.ops.formula import DIAG, JOINT, LLN, WEIGHTS, Inputs, Spec, count_global_keys
 
 CACHED = 1024  # plans of each kind; the least recently used one is forgotten first
 PADDING = Inputs._fields.index("padding")  # its place in the layouts of forward and backward passes
 COLUMNS = 256  # elements of a state that a program of the kernels that combine splits computes
+
+
+class Layout(NamedTuple):
+    """What a launch depends on besides options. `layout_of` returns it."""
+
+    shape: torch.Size  # (B, H, N, D)
+    dtype: torch.dtype
+    device: torch.device
+    strides: tuple[tuple[int, ...] | None, ...]  # of each tensor of the call; None for a tensor that is None
+    alignment: tuple[bool | None, ...]  # of each tensor: True if its address is a multiple of 16
 
 
 def layout_of(*tensors: Tensor | None) -> Layout:
@@ -120,6 +129,10 @@ def _common_strides(layout: Layout, count: int) -> tuple[bool, tuple[int, ...], 
     return is_copied, q.stride()[:3], torch.empty_like(q).stride()[:3]
 
 
+def _tile(name: str, layout: Layout, block_size: int = 0) -> Tile:
+    return select_tile(name, layout.device, layout.dtype, layout.shape[3], block_size)
+
+
 def _settings(layout: Layout, rows: int, has_padding: bool, form: str, **chunk: Any) -> Settings:
     dim = layout.shape[3]
     return Settings(dim, rows, dot_dtype(layout.dtype), has_padding, form, max(WEIGHTS[form]), **chunk)
@@ -134,7 +147,7 @@ def _chunk_kernel(
     tile is a chunk of several tiles. Without blocks, a chunk is four tiles.
     """
     batch, heads, length, _ = layout.shape
-    tile = select_tile(layout, f"{name}_{spec.form}", spec.block_size)
+    tile = _tile(f"{name}_{spec.form}", layout, spec.block_size)
     chunk = 4 * tile.rows
     if spec.form != LLN:
         chunk = max(tile.rows // spec.block_size, 1) * spec.block_size
@@ -161,7 +174,7 @@ def plan_moments(layout: Layout, size: int) -> tuple[bool, SplitPlan]:
     batch, heads, length, dim = layout.shape
     is_copied, strides, _ = _common_strides(layout, 2)
     splits, tokens = split_tokens(length, dim)
-    tile = select_tile(layout, "moments")
+    tile = _tile("moments", layout)
     constants = {"SIZE": size, "SIZE_2": triton.next_power_of_2(size)}
     settings = _settings(layout, tile.rows, layout.strides[2] is not None, LLN)
     kernel = Kernel(
@@ -188,7 +201,7 @@ def plan_forward(spec: Spec, layout: Layout, has_exchange: bool) -> ForwardPlan:
     state = None
     if spec.form != DIAG:
         splits, tokens = split_tokens(length, dim)
-        tile = select_tile(layout, "state")
+        tile = _tile("state", layout)
         settings = _settings(layout, tile.rows, has_padding, LLN)
         kernel = Kernel(
             _state_kernel,
@@ -259,9 +272,9 @@ def plan_backward(spec: Spec, layout: Layout, needed: tuple[bool, ...], has_exch
     grad_state = None
     if spec.form != DIAG:
         final = splits == 1 and not has_exchange
-        tile = select_tile(layout, "grad_state")
+        tile = _tile("grad_state", layout)
         if splits > 1:
-            tile = select_tile(layout, "grad_state_splits")
+            tile = _tile("grad_state_splits", layout)
         kernel = Kernel(
             _grad_state_kernel,
             (batch * heads, splits, 1),
