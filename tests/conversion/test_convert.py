@@ -158,6 +158,7 @@ def test_other_computation_with_the_same_parameters_is_rejected(tmp_path, capsys
     AutoTokenizer.register(OtherConfig, fast_tokenizer_class=RobertaTokenizerFast, exist_ok=True)
     rows = make_byte_level_bpe(tmp_path / "in")
     make_other_model(tmp_path / "in", OtherConfig, OtherModel, rows)
+    capsys.readouterr()  # transformers 5 shows a progress bar while it saves
 
     assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--attention", "lln_diag"]) == 1
 
