@@ -15,7 +15,15 @@ from lln_fairseq.inference.evaluate import compute_outputs, format_predictions, 
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.training.sequence_parallel import shard_multiple
 from tests.conversion.sources import add_noise, compute_logits, padded_batch
-from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, assert_resumes_exactly, make_corpus, train
+from tests.fairseq_runs import (
+    CLASSIFICATION,
+    LLN,
+    MASKED_LM,
+    assert_resumes_exactly,
+    hydra_train,
+    make_corpus,
+    train,
+)
 from tests.models import small_model
 from tests.text_runs import make_glue, texts_of
 
@@ -213,6 +221,44 @@ def test_damaged_option_of_a_checkpoint_is_rejected(trained, tmp_path):
         torch.save(state, tmp_path / "a.pt")
         with pytest.raises(UserError, match=message):
             load_model(str(tmp_path / "a.pt"), str(trained))
+
+
+def test_local_global_recipe_is_trained_fine_tuned_and_predicts_longer_texts(tmp_path, monkeypatch):
+    """The pre-training has samples of up to 512 tokens. The classifier takes its model from the checkpoint."""
+    data = make_glue(tmp_path, "SST-2") / "SST-2"
+    start = tmp_path / "pretrained/checkpoint_last.pt"
+    checkpoint = tmp_path / "fine_tuned/checkpoint_last.pt"
+
+    def train_two_updates(recipe, folder, save_dir, *overrides):
+        run = "run=cpu task.global_batch=2 dataset.batch_size=2 lr_scheduler.warmup_updates=1 optimization.max_update=2"
+        folders = (f"task.data={folder}", f"checkpoint.save_dir={save_dir}")
+        hydra_train(monkeypatch, *run.split(), *folders, *overrides, recipe=recipe)
+
+    sizes = ("model=small", "model.encoder_embed_dim=32", "model.encoder_ffn_embed_dim=64")  # four layers
+    train_two_updates("pretrain", data / "input0", start.parent, "attention=local_global", *sizes)
+    train_two_updates("finetune", data, checkpoint.parent, "glue=sst2", f"checkpoint.finetune_from_model={start}")
+
+    for path in (start, checkpoint):
+        stored = load_checkpoint_lazily(str(path))["cfg"]["model"]
+        names = ("attention", "block_diag_block_size", "softmax_layers", "rotary", "encoder_normalize_before")
+        assert [stored[name] for name in names] == ["block_diag", 128, "3", True, True]
+    model, task = load_finetuned_model(str(checkpoint), str(data))
+    assert attention_names(model) == ["block_diag"] * 3 + ["softmax"]
+    outputs = compute_outputs(model, task, "valid")
+    predictions = lln_fairseq.load(checkpoint).predict([row[0] for row in texts_of(tmp_path, "SST-2")])
+    assert [prediction.label for prediction in predictions] == format_predictions(task, outputs)
+    probabilities = torch.tensor([prediction.probability for prediction in predictions])
+    torch.testing.assert_close(probabilities, outputs.logits.softmax(dim=-1).amax(dim=-1))
+    monkeypatch.setenv("LLN_LINEAR", "torch,int_mm")  # 8 bits also where they are slower
+    long_text = "a wonderful film. " * 200
+    vectors = []
+    for precision in ("float32", "int8"):
+        loaded = lln_fairseq.load(checkpoint, precision=precision, positions=1000)
+        (tokens,) = loaded.encode([long_text], pooling="tokens", on_long="error")
+        vectors.append(tokens.vectors)
+    assert len(vectors[0]) > 512
+    assert torch.cosine_similarity(*vectors).min() > 0.99
+    assert not torch.equal(*vectors)
 
 
 def test_predictions_from_text_equal_those_of_evaluate(tmp_path, monkeypatch):
