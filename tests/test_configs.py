@@ -35,7 +35,7 @@ def config_names(group):
 
 
 def test_every_attention_and_preset_has_a_file():
-    assert config_names("attention") == {*MECHANISMS, "long_pairs"}
+    assert config_names("attention") == {*MECHANISMS, "local_global", "long_pairs"}
     assert config_names("model") == {*PRESETS, "roberta", "minilm"}
 
 
@@ -54,6 +54,14 @@ def test_long_pairs_selects_blocks_with_a_global_first_text(composed):
     assert config.model.attention == "block_diag"
     assert config.model.block_diag_block_size == 128
     assert config.model.block_diag_global_tokens == "first_segment"
+
+
+def test_local_global_selects_a_local_attention_with_softmax_in_every_fourth_layer(composed):
+    model = composed("pretrain", "attention=local_global").model
+
+    assert (model.attention, model.block_diag_block_size, model.softmax_layers) == ("block_diag", 128, "every:4")
+    assert model.rotary
+    assert model.encoder_normalize_before
 
 
 def test_model_file_lists_options_with_defaults():

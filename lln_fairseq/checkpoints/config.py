@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lln_fairseq.errors import UserError, first_line
+from lln_fairseq.models.options import format_softmax_layers, parse_softmax_layers
 from lln_fairseq.text.special_symbols import PAD
 
 OURS = "lln_roberta"
@@ -100,14 +101,11 @@ def _stored_group(group: Any) -> dict[str, Any]:
 
 
 def softmax_layers(options: Mapping[str, Any]) -> str | None:
-    """Return the option softmax_layers of a model as text, or None if it names no layer.
+    """Return the numbers in the option softmax_layers of a checkpoint or run, as in "0,3", or None if there are none.
 
-    fairseq's own RoBERTa has no such option. It can be an int, because Hydra reads the number of a single layer as one.
+    fairseq's own RoBERTa has no such option.
     """
-    layers = options.get("softmax_layers")
-    if layers is None or layers == "":
-        return None
-    return str(layers)
+    return format_softmax_layers(parse_softmax_layers(options.get("softmax_layers")))
 
 
 def plain_config(cfg: DictConfig) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from lln_fairseq.errors import UserError, first_line, user_errors
 from lln_fairseq.inference.text_model import load_text_model
 from lln_fairseq.models.adapt import ATTENTION_PARAMETERS, POSITIONS, extended_rotary_base, resize_positions
 from lln_fairseq.models.lln_roberta import LLNRobertaModel, RobertaConfig
+from lln_fairseq.models.options import format_softmax_layers, parse_softmax_layers
 from lln_fairseq.tasks.masked_lm import LLNMaskedLMConfig, LLNMaskedLMTask
 from lln_fairseq.tasks.sentence_prediction import LLNSentencePredictionConfig, LLNSentencePredictionTask
 from lln_fairseq.text.labels import label_dictionary
@@ -60,6 +61,7 @@ def convert(
     positions: int | None = None,
     dictionary: Path | None = None,
     heads: int | None = None,
+    softmax_layers: str | None = None,
 ) -> ImportedEncoder:
     """Convert a Hugging Face or fairseq encoder and write it to a new directory, completely or not at all.
 
@@ -70,6 +72,8 @@ def convert(
         positions: the longest sequence of the new model; None keeps the source's.
         dictionary: dict.txt of a fairseq checkpoint; None looks for it next to the checkpoint.
         heads: number of attention heads, for a fairseq checkpoint that does not state it.
+        softmax_layers: layers with softmax attention, such as "0,11" or "every:4"; None keeps those of a source with
+            the same attention.
 
     Returns:
         The encoder as it was written, with a note on each difference from the source.
@@ -91,6 +95,9 @@ def convert(
             encoder = read_fairseq_checkpoint(source, dictionary, heads, attention)
         if positions is not None:
             change_max_positions(encoder, positions)
+        if softmax_layers is not None:
+            numbers = parse_softmax_layers(softmax_layers, encoder.options["encoder_layers"])
+            encoder.options["softmax_layers"] = format_softmax_layers(numbers)
         write_converted_encoder(encoder, attention, directory)
     return encoder
 
@@ -313,8 +320,13 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--heads", type=int, help="number of attention heads, if a fairseq checkpoint does not state it"
     )
+    parser.add_argument(
+        "--softmax-layers",
+        metavar="LAYERS",
+        help="layers with softmax attention, such as 0,11 or every:4 (default: the source's, if it has this attention)",
+    )
     args = parser.parse_args(argv)
-    encoder = convert(args.source, args.out, args.attention, args.positions, args.dictionary, args.heads)
+    encoder = convert(**vars(args))
     for note in encoder.notes:
         print(note)
     checkpoint = args.out / CHECKPOINT

@@ -47,6 +47,7 @@ from lln_fairseq.conversion.sentence_pooling import (
 from lln_fairseq.conversion.silence import silence
 from lln_fairseq.errors import UserError, first_line
 from lln_fairseq.models.adapt import EMBEDDING, POSITIONS, SECOND_TEXT
+from lln_fairseq.models.options import format_softmax_layers
 from lln_fairseq.text.labels import label_dictionary
 from lln_fairseq.text.special_symbols import PAD
 
@@ -488,7 +489,7 @@ def _classifier_options(config: Any) -> dict[str, Any]:
 
 def _attention_options(config: Any) -> dict[str, Any]:
     """Return the options of LLNRobertaModel for the attention of an exported model."""
-    options = {"softmax_layers": ",".join(str(layer) for layer in config.softmax_layers)}
+    options = {"softmax_layers": format_softmax_layers(config.softmax_layers)}
     for field in dataclasses.fields(MECHANISMS[config.attention].config):
         options[f"{config.attention}_{field.name}"] = getattr(config, field.name)
     return options

@@ -29,7 +29,7 @@ from lln_fairseq.conversion.parameter_names import (
 )
 from lln_fairseq.errors import UserError
 from lln_fairseq.models.adapt import EMBEDDING, SECOND_TEXT
-from lln_fairseq.models.encoder import parse_softmax_layers
+from lln_fairseq.models.options import parse_softmax_layers
 from lln_fairseq.ops import formula
 from lln_fairseq.ops import rotary as rotary_positions
 from lln_fairseq.ops.moment_matching import calibration_table
@@ -102,7 +102,7 @@ def convert_to_hugging_face(
     if not is_stock:
         config |= _code_config(args.attention)
         config |= _attention_config(args.attention, attention_options, sizes.features // args.encoder_attention_heads)
-        config["softmax_layers"] = list(parse_softmax_layers(args.softmax_layers, sizes.layers, args.attention))
+        config["softmax_layers"] = list(parse_softmax_layers(args.softmax_layers, sizes.layers))
         config["normalize_before"] = sizes.pre_norm
         config["normalize_embedding"] = sizes.embedding_norm
         config["rotary_base"] = args.rotary_base if rotary else None

@@ -46,7 +46,7 @@ class ClassifierLinearization(Linearization):
             self.scores.report(f"after the transfer, {name}", branch)
         self.progress.save_if_trained()
 
-        if self.softmax_layers:
+        if self.args.softmax_layers:
             layers = self.choose_softmax_layers()
             self.scores.report(f"with softmax in {layer_list(layers)}", mixed_attentions(students, layers))
             self.progress.save_if_trained()

@@ -10,8 +10,9 @@ from lln_fairseq.errors import UserError
 from lln_fairseq.linearize.distillation import Distillation
 from lln_fairseq.linearize.layerwise import Students
 from lln_fairseq.linearize.progress import Progress
-from lln_fairseq.linearize.softmax_layers import Distance, find_best_layers, parse_layers
+from lln_fairseq.linearize.softmax_layers import BEST, Distance, find_best_layers
 from lln_fairseq.models import LLNRobertaModel
+from lln_fairseq.models.options import parse_softmax_layers
 
 
 class Linearization:
@@ -20,18 +21,15 @@ class Linearization:
     Attributes:
         model: the teacher, until `fold` turns it into the linear model in place
         longest: the number of tokens of the longest texts to train on
-        softmax_layers: --softmax-layers, as `parse_layers` returns it
     """
 
     def __init__(
         self, args: argparse.Namespace, progress: Progress, model: LLNRobertaModel, max_positions: int
     ) -> None:
-        """Check --softmax-layers and --length, and build the students. `max_positions` limits --length."""
+        """Check --length, and build the students. `max_positions` limits --length."""
         self.args = args
         self.progress = progress
         self.model = model
-        layers = len(model.encoder.sentence_encoder.layers)
-        self.softmax_layers = parse_layers(args.softmax_layers, layers, args.attention)
         self.longest = args.length or max_positions
         if self.longest > max_positions:
             raise UserError(f"--length is {self.longest}, but {args.teacher} has {max_positions} positions")
@@ -69,11 +67,12 @@ class Linearization:
         --softmax-layers names them, an earlier run chose them, or this call chooses the best ones. Call it only if
         --softmax-layers was given.
         """
-        if isinstance(self.softmax_layers, list):
-            self.progress.softmax_layers = self.softmax_layers
+        best = BEST.fullmatch(self.args.softmax_layers)
+        if best is None:
+            self.progress.softmax_layers = list(parse_softmax_layers(self.args.softmax_layers))
         elif self.progress.softmax_layers is None:
-            best = find_best_layers(self.softmax_layers, self.students, self.distance())
-            self.progress.softmax_layers = sorted(best)
+            chosen = find_best_layers(int(best[1]), self.students, self.distance())
+            self.progress.softmax_layers = sorted(chosen)
             self.progress.save_if_trained()
         return self.progress.softmax_layers
 

@@ -39,10 +39,12 @@ from lln_fairseq.linearize.classifier import ClassifierLinearization
 from lln_fairseq.linearize.dev_scores import format_score
 from lln_fairseq.linearize.linearization import Linearization
 from lln_fairseq.linearize.progress import Progress
+from lln_fairseq.linearize.softmax_layers import number_layers
 from lln_fairseq.linearize.text import HELD_OUT_COUNT, TextLinearization
 from lln_fairseq.models import LLNRobertaModel
 from lln_fairseq.models.adapt import ATTENTION_PARAMETERS
 from lln_fairseq.models.lln_roberta import RobertaConfig
+from lln_fairseq.models.options import format_softmax_layers
 from lln_fairseq.training.malloc import disable_malloc_trim
 
 
@@ -51,7 +53,7 @@ def linearize(args: argparse.Namespace) -> None:
 
     Args:
         args: the parsed command line; its `option` is replaced by all options of the attention, with their defaults,
-            and its `steps` by 0 if the attention has nothing to learn in the transfer
+            its `steps` by 0 if the attention has nothing to learn in the transfer, and its `softmax_layers` by numbers
 
     Raises: UserError if the options, the teacher, the data or OUT cannot be used, or if the training diverges.
     """
@@ -61,7 +63,8 @@ def linearize(args: argparse.Namespace) -> None:
         args.option = vars(parse_config(args.attention, options))  # the checkpoint must state all options
     if not MECHANISMS[args.attention].cls.learns_transfer:
         args.steps = 0
-    teacher.require_softmax(args.teacher)
+    layers = teacher.require_softmax(args.teacher)
+    args.softmax_layers = number_layers(args.softmax_layers, layers)
     progress = Progress(args)
     if progress.complete:
         for label, score in progress.scores.items():
@@ -82,7 +85,7 @@ def linearize(args: argparse.Namespace) -> None:
         run.train(writer)
     options = {f"{args.attention}_{key}": value for key, value in args.option.items()}
     if progress.softmax_layers:
-        options["softmax_layers"] = ",".join(str(layer) for layer in progress.softmax_layers)
+        options["softmax_layers"] = format_softmax_layers(progress.softmax_layers)
     if encoder is None:
         options["attention"] = args.attention
         teacher.write_classifier(model, task, options, args.teacher, args.data, args.out)
@@ -154,8 +157,8 @@ def main(argv: list[str]) -> None:
         "--softmax-layers",
         default="",
         metavar="LAYERS",
-        help="layers that keep softmax, counted from 0: 1,2; or how many, best:2, to choose those that bring the model "
-        "nearest to the teacher (default: none)",
+        help="layers that keep softmax, counted from 0: 1,2; or every:4 for 3, 7, 11, ...; or how many, best:2, to "
+        "choose those that bring the model nearest to the teacher (default: none)",
     )
     parser.add_argument(
         "--distill",

@@ -14,7 +14,7 @@ from lln_fairseq.inference.evaluate import score_batches
 from lln_fairseq.linearize.attention_transfer import TokenStream, swapped_attention
 from lln_fairseq.linearize.layerwise import SEED, TOKENS_PER_BATCH, Students
 from lln_fairseq.linearize.task_rows import TaskRows
-from lln_fairseq.models.encoder import parse_softmax_layers
+from lln_fairseq.models.options import format_softmax_layers, parse_softmax_layers
 from lln_fairseq.terminal import progress_bar
 
 COUNT = 256  # rows or texts of the training data, on which the layers are chosen
@@ -23,29 +23,21 @@ ROUNDED_TO_ZERO = 5e-5  # smaller distances are printed as 0.0000
 BEST = re.compile(r"best:([1-9]\d*)")
 
 
-def parse_layers(text: str, layers: int, attention: str) -> list[int] | int:
-    """Parse the value of the option --softmax-layers.
+def number_layers(text: str, layers: int) -> str:
+    """Return the option --softmax-layers with numbers, "3,7" for "every:4"; "best:N" stays, and "" stands for no layer.
 
     Args:
-        text: numbers of layers separated by commas, "best:N", or "" for no layer
+        text: the option: numbers, "every:N", "best:N" or ""
         layers: the number of layers of the teacher
-        attention: the name of the linear attention of the remaining layers
 
-    Returns: the integer N for "best:N", otherwise the numbers of the layers in increasing order, counted from 0
-    Raises: UserError if the text has another form, a layer does not exist, N is 0 or larger than `layers`, or the
-        attention replaces whole layers.
+    Raises: UserError if the text has another form, or if there is no such layer or too few of them.
     """
     best = BEST.fullmatch(text)
-    if best is not None:
-        if int(best[1]) > layers:
-            raise UserError(f"--softmax-layers is {text}, but the teacher has {layers} layers")
-        return int(best[1])
-    try:
-        return list(parse_softmax_layers(text, layers, attention))
-    except ValueError:
-        raise UserError(
-            f"--softmax-layers must be best:N, or numbers from 0 to {layers - 1}, separated by commas, got '{text}'"
-        ) from None
+    if best is None:
+        return format_softmax_layers(parse_softmax_layers(text, layers)) or ""
+    if int(best[1]) > layers:
+        raise UserError(f"--softmax-layers is {text}, but the teacher has {layers} layers")
+    return text
 
 
 def layer_list(layers: list[int]) -> str:

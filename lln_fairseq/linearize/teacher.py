@@ -15,7 +15,7 @@ from lln_fairseq.checkpoints.compatibility import (
     label_names,
     takes_any_inputs,
 )
-from lln_fairseq.checkpoints.config import STOCK_ATTENTION, plain_options, stored_options
+from lln_fairseq.checkpoints.config import STOCK_ATTENTION, parameter_sizes, plain_options, stored_options
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, plugin_state
 from lln_fairseq.checkpoints.run_tokenizer import FOLDER, directories, save_tokenizer
 from lln_fairseq.conversion.convert import CHECKPOINT, checkpoint_at_update_0
@@ -26,12 +26,13 @@ from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models import LLNRobertaModel
 
 
-def require_softmax(teacher: Path) -> None:
-    """Raise UserError if the checkpoint cannot be read or has an attention other than softmax."""
-    options = stored_options(load_checkpoint_lazily(str(teacher)))["model"]
-    attention = options.get("attention", STOCK_ATTENTION)
+def require_softmax(teacher: Path) -> int:
+    """Return the number of layers of a teacher. UserError is raised if it has an attention other than softmax."""
+    state = load_checkpoint_lazily(str(teacher))
+    attention = stored_options(state)["model"].get("attention", STOCK_ATTENTION)
     if attention != STOCK_ATTENTION:
         raise UserError(f"{teacher} has {attention} attention, but a teacher must have softmax: give another TEACHER")
+    return parameter_sizes(state["model"])["encoder_layers"]
 
 
 def load_teacher(path: Path, data: Path) -> tuple[LLNRobertaModel, Any]:

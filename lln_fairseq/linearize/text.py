@@ -64,7 +64,7 @@ class TextLinearization(Linearization):
                 cosine, same_neighbor = texts.similarity(branch)
                 print(f"  {name:12s} cosine {cosine:.3f}, same nearest text {same_neighbor:.2f}")
 
-        if self.softmax_layers:
+        if self.args.softmax_layers:
             layers = self.choose_softmax_layers()
             attentions = mixed_attentions(students, layers)
             print(f"with softmax in {layer_list(layers)}")

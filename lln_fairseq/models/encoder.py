@@ -18,30 +18,10 @@ from torch import Tensor, nn
 from lln_fairseq.attention import LAYER_REGISTRY, Attention, Context, build_layer, reject_layer_mechanism
 from lln_fairseq.attention.context import BERT_PAIRS, first_segment_lengths, read_batch, second_text
 from lln_fairseq.models.layer import LLNEncoderLayer
-from lln_fairseq.models.options import attention_options
+from lln_fairseq.models.options import attention_options, parse_softmax_layers
 from lln_fairseq.models.token_shards import Shard
 
 SOFTMAX = "softmax"  # the registered name of the attention of softmax_layers
-
-
-def parse_softmax_layers(text: str | None, layers: int, attention: str) -> tuple[int, ...]:
-    """Return the numbers of the layers in the option softmax_layers, such as "0,3", in increasing order.
-
-    Layers are counted from 0, and None or "" stands for no layer. ValueError is raised if a part of the text is not the
-    number of one of the `layers` layers, or if the mechanism of the remaining layers, `attention`, replaces whole
-    layers.
-    """
-    if not text:
-        return ()
-    reject_layer_mechanism(attention, "does not support softmax_layers")
-    numbers = set()
-    for number in text.split(","):
-        if not number.strip().isdecimal() or int(number) >= layers:
-            raise ValueError(
-                f"softmax_layers must be numbers from 0 to {layers - 1}, separated by commas, got '{text}'"
-            )
-        numbers.add(int(number))
-    return tuple(sorted(numbers))
 
 
 class LLNTransformerEncoder(TransformerEncoderBase):
@@ -69,7 +49,9 @@ class LLNTransformerEncoder(TransformerEncoderBase):
         options = attention_options(attention, args)
         cfg = TransformerConfig.from_namespace(args)
         layers = cfg.encoder.layers
-        softmax_layers = parse_softmax_layers(args.softmax_layers, layers, attention)
+        softmax_layers = parse_softmax_layers(args.softmax_layers, layers)
+        if softmax_layers:
+            reject_layer_mechanism(attention, "does not support softmax_layers")
         cfg.encoder.layers = 0  # fairseq's constructor would build all layers alike
         super().__init__(cfg, dictionary, embed_tokens)
         cfg.encoder.layers = layers

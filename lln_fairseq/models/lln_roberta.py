@@ -118,7 +118,10 @@ class RobertaConfig(FairseqDataclass):
     )
     softmax_layers: Optional[str] = field(
         default=None,
-        metadata={"help": "comma-separated layers with softmax attention, counted from 0; default: none"},
+        metadata={
+            "help": "layers with softmax attention: numbers from 0, separated by commas, or every:4 for 3, 7, 11, ...; "
+            "default: none"
+        },
     )
 
 

@@ -1,16 +1,21 @@
-"""Turn the options of every registered mechanism into fields of a fairseq dataclass.
+"""The options of the attention: those of every registered mechanism, and softmax_layers.
 
-fairseq makes command-line flags and Hydra keys from these fields.
+The options of the mechanisms become fields of a fairseq dataclass, from which fairseq makes flags and Hydra keys.
 """
 
 import dataclasses
+import re
 import types
 import typing
+from collections.abc import Collection
 from typing import Any
 
 from fairseq.dataclass import ChoiceEnum
 
 from lln_fairseq.attention import MECHANISMS
+from lln_fairseq.errors import UserError
+
+EVERY = re.compile(r"every:([1-9]\d*)")
 
 
 def attention_fields() -> list[tuple[str, Any, dataclasses.Field]]:
@@ -47,6 +52,42 @@ def mechanism_by_option() -> dict[str, str]:
         for field in dataclasses.fields(entry.config):
             mechanisms[f"{name}_{field.name}"] = name
     return mechanisms
+
+
+def parse_softmax_layers(value: str | int | None, layers: int | None = None) -> tuple[int, ...]:
+    """Return the numbers of the layers in the option softmax_layers, counted from 0, in increasing order.
+
+    Args:
+        value: numbers separated by commas, "every:4" for layers 3, 7, 11, ..., or None or "" for no layer. It is an int
+            if Hydra has read a single number.
+        layers: the number of layers of the model. With None, "every:4" is an error, and numbers have no limit: this is
+            for options in checkpoints, which always have numbers.
+
+    Raises:
+        UserError: if the value has another form, a layer does not exist, or "every:N" finds fewer than N layers.
+    """
+    if value is None or value == "":
+        return ()
+    text = str(value)
+    every = EVERY.fullmatch(text)
+    numbers: Collection[int] = ()
+    if every is not None and layers is not None:
+        numbers = range(int(every[1]) - 1, layers, int(every[1]))
+    elif all(number.strip().isdecimal() for number in text.split(",")):
+        numbers = {int(number) for number in text.split(",")}
+    if numbers and (layers is None or max(numbers) < layers):
+        return tuple(sorted(numbers))
+    if layers is None:
+        raise UserError(f"softmax_layers must be numbers of layers, separated by commas, got '{text}'")
+    raise UserError(
+        f"softmax_layers must be numbers from 0 to {layers - 1}, separated by commas, or every:N with N from 1 to "
+        f"{layers} (in linearize also best:N), got '{text}'"
+    )
+
+
+def format_softmax_layers(numbers: Collection[int]) -> str | None:
+    """Return the option softmax_layers with these numbers, as checkpoints store it; None if there are none."""
+    return ",".join(str(number) for number in numbers) or None
 
 
 def _fairseq_type(field: dataclasses.Field) -> Any:

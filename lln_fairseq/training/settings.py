@@ -1,5 +1,6 @@
 """Check a run's settings: each function raises a UserError for what is wrong or what the machine does not support."""
 
+import copy
 import dataclasses
 import math
 import os
@@ -10,17 +11,23 @@ from typing import Any
 import torch
 from fairseq.dataclass.configs import FairseqConfig
 from fairseq.file_io import PathManager
-from fairseq.models import ARCH_MODEL_NAME_REGISTRY, MODEL_REGISTRY
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_NAME_REGISTRY, MODEL_REGISTRY
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.attention.registry import did_you_mean
-from lln_fairseq.checkpoints.config import STOCK_ATTENTION, plain_config, plain_options
+from lln_fairseq.checkpoints.config import OURS, STOCK_ATTENTION, plain_config, plain_options
 from lln_fairseq.checkpoints.saving import LAST
 from lln_fairseq.errors import UserError
-from lln_fairseq.models.options import attention_fields, mechanism_by_option
+from lln_fairseq.models.lln_roberta import complete_config
+from lln_fairseq.models.options import (
+    attention_fields,
+    format_softmax_layers,
+    mechanism_by_option,
+    parse_softmax_layers,
+)
 
 HYDRA_LOGGING = "job_logging_cfg"  # fairseq copies Hydra's settings there
 PROBABILITY = (0, 1)
@@ -144,6 +151,20 @@ def check_trainable(cfg: Any) -> None:
     mask_prob = getattr(cfg.task, "mask_prob", None)
     if mask_prob is not None and not 0 < mask_prob < 1:
         raise UserError(f"task.mask_prob must be more than 0 and less than 1, got {mask_prob}")
+
+
+def number_softmax_layers(cfg: Any) -> None:
+    """Set model.softmax_layers in place to the numbers of its layers: "every:4" becomes "3,7,11".
+
+    So checkpoints have numbers, and runs are compared by them.
+    """
+    name = getattr(cfg.model, "_name", None)
+    if ARCH_MODEL_NAME_REGISTRY.get(name) != OURS or not cfg.model.softmax_layers:
+        return
+    sizes = copy.deepcopy(cfg.model)
+    ARCH_CONFIG_REGISTRY[name](sizes)  # fairseq does this later, when it builds the model
+    numbers = parse_softmax_layers(cfg.model.softmax_layers, complete_config(sizes).encoder_layers)
+    cfg.model.softmax_layers = format_softmax_layers(numbers)
 
 
 def check_criterion(cfg: Any) -> None:

@@ -158,6 +158,7 @@ def test_text_gives_same_logits_after_conversion_and_export(kind, tmp_path):
 
 GLOBAL = ("--lln-diag-mix", "joint_offset", "--lln-diag-block-size", 8)
 PRE_NORM = ("--encoder-normalize-before",)
+DIAG = ("--block-diag-block-size", 8)
 LLN_MODELS = {
     "lln": (),
     "lln fixed": ("--lln-alpha", 1.5, "--lln-beta", 2.0),
@@ -168,8 +169,9 @@ LLN_MODELS = {
     "lln_diag gain": ("--lln-diag-gain", "learned"),
     "lln_diag global": (*GLOBAL, "--lln-diag-global-tokens", "11"),
     "lln_diag long global": (*GLOBAL, "--lln-diag-global-tokens", "200"),
-    "block_diag": ("--block-diag-block-size", 8),
-    "block_diag global": ("--block-diag-block-size", 8, "--block-diag-global-tokens", "11"),
+    "block_diag": DIAG,
+    "block_diag global": (*DIAG, "--block-diag-global-tokens", "11"),
+    "block_diag rotary pre-norm": (*DIAG, "--rotary", *PRE_NORM, "--softmax-layers", "every:2"),
     "lln rotary": ("--rotary", "--rotary-base", 500),
     "softmax rotary": ("--rotary", "--rotary-base", 500),
     "softmax pre-norm": PRE_NORM,
@@ -191,6 +193,7 @@ LLN_MODELS = {
         "softmax rotary",
         "softmax pre-norm",
         "lln_diag rotary pre-norm",
+        "block_diag rotary pre-norm",
     ),
 )
 def test_model_with_code_gives_same_logits_with_and_without_kernels(name, pretrain, tmp_path, monkeypatch):

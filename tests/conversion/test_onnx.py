@@ -27,6 +27,8 @@ ENCODER_OUTPUTS = ("token_embeddings", "sentence_embedding", "last_hidden_state"
 ONE_LAYER = ("--encoder-layers", 1)  # the exporter takes seconds for each layer
 BLOCKS = ("--lln-diag-block-size", 8)
 DIAG = ("--block-diag-block-size", 8)
+ROTARY = ("--rotary", "--encoder-normalize-before")
+LOCAL_GLOBAL = (*DIAG, *ROTARY, "--encoder-layers", 2, "--softmax-layers", "every:2")
 JOINT = (*BLOCKS, "--lln-diag-mix", "joint_offset")
 MODELS = {
     "softmax": ("--encoder-layers", 2),
@@ -37,8 +39,9 @@ MODELS = {
     "lln_diag global": (*JOINT, "--lln-diag-global-tokens", "11"),
     "lln_diag segment": (*JOINT, "--lln-diag-global-tokens", "first_segment", "--max-positions", 300),
     "block_diag segment": (*DIAG, "--block-diag-global-tokens", "first_segment", "--max-positions", 300),
-    "softmax rotary pre-norm": ("--rotary", "--encoder-normalize-before", "--encoder-layers", 2),
-    "lln_diag rotary pre-norm": (*JOINT, "--rotary", "--encoder-normalize-before"),
+    "softmax rotary pre-norm": (*ROTARY, "--encoder-layers", 2),
+    "lln_diag rotary pre-norm": (*JOINT, *ROTARY),
+    "block_diag rotary pre-norm": LOCAL_GLOBAL,
     "lln_diag batch": (*BLOCKS, "--lln-diag-scope", "batch"),
 }
 
@@ -129,9 +132,13 @@ def test_onnx_work_is_linear_in_the_length(global_tokens, pretrain, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_onnx_classifier_gives_same_logits(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("options", "products"),  # the classifier has two float products with weights
+    [(ONE_LAYER, (6, 2, 4)), (("--attention", "block_diag", *LOCAL_GLOBAL), (12, 2, 4))],
+)
+def test_onnx_classifier_gives_same_logits(options, products, tmp_path, monkeypatch, capsys):
     data = make_classification(tmp_path / "data")
-    train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *CLASSIFICATION, *LLN, *ONE_LAYER)
+    train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *CLASSIFICATION, *LLN, *options)
     checkpoint = add_noise(tmp_path / "run" / "checkpoint_last.pt")
     out = tmp_path / "out"
     capsys.readouterr()
@@ -154,7 +161,7 @@ def test_onnx_classifier_gives_same_logits(tmp_path, monkeypatch, capsys):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     quantized = run_onnx(out, padded_batch(), "model_quantized.onnx")
     assert 0 < (quantized - actual).abs().max() < 0.05 * actual.abs().max()
-    assert count_products(out / "model_quantized.onnx") == (6, 2, 4)  # the classifier has two float products
+    assert count_products(out / "model_quantized.onnx") == products
 
 
 @pytest.mark.exhaustive

@@ -227,7 +227,7 @@ def test_named_layer_keeps_the_softmax_of_the_teacher(teacher, tmp_path, capsys)
     path, data = teacher
     out = tmp_path / "out"
 
-    assert run(path, data, out, *OPTIONS, "--softmax-layers", "1") == 0
+    assert run(path, data, out, *OPTIONS, "--softmax-layers", "every:2") == 0
 
     scores = printed_scores(capsys.readouterr().out)
     assert scores["with softmax in layer 1"] == evaluated_score(capsys, out / "model.pt")
@@ -240,6 +240,8 @@ def test_named_layer_keeps_the_softmax_of_the_teacher(teacher, tmp_path, capsys)
     attentions = [layer.self_attn.attention for layer in model.encoder.sentence_encoder.layers]
     assert [type(attention).__name__ for attention in attentions] == ["LLNDiagAttention", "SoftmaxAttention"]
     assert load_checkpoint_lazily(str(out / "model.pt"))["cfg"]["model"]["softmax_layers"] == "1"
+    assert run(path, data, out, *OPTIONS, "--softmax-layers", "1") == 0
+    assert "is complete" in capsys.readouterr().out
 
 
 def test_best_layers_are_the_nearest_to_the_teacher(teacher, tmp_path, capsys):
@@ -298,10 +300,11 @@ def test_best_layers_of_a_regression_and_of_texts(regression, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ("9", "--softmax-layers must be best:N, or numbers from 0 to 1"),
-        ("0,x", "--softmax-layers must be best:N, or numbers from 0 to 1"),
+        ("9", "softmax_layers must be numbers from 0 to 1"),
+        ("0,x", "or every:N with N from 1 to 2 (in linearize also best:N), got '0,x'"),
+        ("every:4", "or every:N with N from 1 to 2 (in linearize also best:N), got 'every:4'"),
         ("best:3", "--softmax-layers is best:3, but the teacher has 2 layers"),
-        ("best:0", "--softmax-layers must be best:N, or numbers from 0 to 1"),
+        ("best:0", "softmax_layers must be numbers from 0 to 1"),
     ],
 )
 def test_layers_that_do_not_exist_are_rejected(layers, message, teacher, tmp_path, capsys):

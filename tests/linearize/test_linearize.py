@@ -150,6 +150,20 @@ def test_rotary_pre_norm_teacher(rotary_teacher, tmp_path, capsys):
     torch.testing.assert_close(softmax, features_of(path), rtol=1e-5, atol=1e-5)
 
 
+def test_blocks_keep_positions_and_norms_of_the_teacher(rotary_teacher, tmp_path, capsys):
+    path, data = rotary_teacher
+    blocks = ("--attention", "block_diag", "--option", "block_size=8", "--softmax-layers", "every:2")
+
+    assert run(path, data, tmp_path / "out", *blocks, *SHORT, "--distill", 2) == 0
+
+    assert re.search(r"with softmax in layer 1\n  64 tokens: cosine \d", capsys.readouterr().out)
+    model, _ = load_model(str(tmp_path / "out" / "model.pt"))
+    assert (model.args.rotary, model.args.encoder_normalize_before) == (True, True)
+    attentions = [type(layer.self_attn.attention).__name__ for layer in model.encoder.sentence_encoder.layers]
+    assert attentions == ["BlockDiagAttention", "SoftmaxAttention"]
+    assert features(model).isfinite().all()
+
+
 def test_linear_model_computes_what_the_students_computed(rotary_teacher):
     path, _ = rotary_teacher
     model, _ = load_model(str(path))

@@ -158,6 +158,22 @@ def test_run_resumes_with_text_option_as_number_or_text(option, value, other, co
     assert model.args[option] == value
 
 
+def test_hydra_run_stores_numbers_of_softmax_layers(corpus, tmp_path, monkeypatch, capfd):
+    """The number of layers is that of the preset. every:N needs no quotes."""
+    overrides = """
+        model=tiny lr_scheduler.warmup_updates=1 task.global_batch=8 dataset.batch_size=8 dataset.num_workers=0
+        optimization.max_update=1
+    """
+    arguments = (*HYDRA, *overrides.split(), f"task.data={corpus}", f"checkpoint.save_dir={tmp_path / 'run'}")
+    with pytest.raises(SystemExit):
+        hydra_train(monkeypatch, *arguments, "model.softmax_layers=every:4")
+    assert "softmax_layers must be numbers from 0 to 1" in capfd.readouterr().err
+
+    hydra_train(monkeypatch, *arguments, "model.softmax_layers=every:2")
+
+    assert torch.load(tmp_path / "run/checkpoint_last.pt")["cfg"]["model"]["softmax_layers"] == "1"
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_explicit_size_overrides_preset(preset):
     config = OmegaConf.structured(LLNRobertaConfig)

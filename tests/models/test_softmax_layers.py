@@ -15,7 +15,15 @@ from lln_fairseq.inference.evaluate import compute_outputs, format_predictions, 
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.training.sequence_parallel import shard_multiple
 from tests.conversion.sources import add_noise, compute_logits, padded_batch
-from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, assert_resumes_exactly, make_corpus, train
+from tests.fairseq_runs import (
+    CLASSIFICATION,
+    LLN,
+    MASKED_LM,
+    assert_resumes_exactly,
+    hydra_train,
+    make_corpus,
+    train,
+)
 from tests.models import small_model
 from tests.text_runs import make_glue, texts_of
 
@@ -41,12 +49,18 @@ def trained(tmp_path_factory):
 
 @pytest.mark.parametrize("attention", ["lln_diag", "lln", "transnormer_t1"])
 @pytest.mark.parametrize(
-    ("text", "layers"), [(None, ()), ("", ()), ("0", (0,)), ("2, 0", (0, 2)), ("1,1", (1,)), ("0,1,2", (0, 1, 2))]
+    ("text", "layers"),
+    [(None, ()), ("", ()), ("0", (0,)), ("2, 0", (0, 2)), ("1,1", (1,)), ("0,1,2", (0, 1, 2)), ("every:2", (1,))],
 )
 def test_named_layers_have_softmax(attention, text, layers):
     model = build_model(attention=attention, softmax_layers=text)
     expected = ["softmax" if layer in layers else attention for layer in range(3)]
     assert attention_names(model) == expected
+
+
+def test_every_fourth_layer_has_softmax():
+    names = attention_names(build_model(attention="block_diag", encoder_layers=9, softmax_layers="every:4"))
+    assert [layer for layer, name in enumerate(names) if name == "softmax"] == [3, 7]
 
 
 def test_other_layers_keep_their_place():
@@ -82,9 +96,12 @@ def test_softmax_model_accepts_softmax_layers():
     assert attention_names(build_model(attention="softmax", softmax_layers="1")) == ["softmax"] * 3
 
 
-@pytest.mark.parametrize("text", ["3", "-1", "x", "0,", "1 2", "0-2", "²"])
+@pytest.mark.parametrize("text", ["3", "-1", "x", "0,", "1 2", "0-2", "²", "every:4", "every:0", "every 2", "best:2"])
 def test_wrong_layer_is_rejected(text):
-    message = f"softmax_layers must be numbers from 0 to 2, separated by commas, got '{text}'"
+    message = (
+        "softmax_layers must be numbers from 0 to 2, separated by commas, or every:N with N from 1 to 3 (in linearize "
+        f"also best:N), got '{text}'"
+    )
     with pytest.raises(UserError) as error:
         build_model(attention="lln", softmax_layers=text)
     assert str(error.value) == message
@@ -137,6 +154,24 @@ def test_resume_compares_softmax_layers_with_checkpoints_of_older_versions(train
         train_until(5, "--softmax-layers", "1")
 
 
+def test_runs_are_the_same_if_their_numbers_are(trained, tmp_path, monkeypatch):
+    def train_until(update, layers):
+        options = (*OPTIONS, "--encoder-layers", 3, "--max-update", update, "--softmax-layers", layers)
+        train(monkeypatch, tmp_path / "log", trained, tmp_path / "run", *options)
+
+    train_until(1, "every:2")
+    path = tmp_path / "run/checkpoint_last.pt"
+    assert torch.load(path)["cfg"]["model"]["softmax_layers"] == "1"
+    train_until(2, "1")
+    with pytest.raises(UserError, match=r"model\.softmax_layers = 1 in the checkpoint, now 2"):
+        train_until(3, "every:3")
+
+    state = torch.load(path)
+    state["cfg"]["model"]["softmax_layers"] = " 1,1"  # as an older version stored what the user had written
+    torch.save(state, path)
+    train_until(3, "every:2")
+
+
 def test_fine_tuning_names_a_difference(trained, task_data, tmp_path, monkeypatch, caplog):
     start = trained / "run/checkpoint_last.pt"
     attention = ("--lln-diag-mix", "joint_offset", "--lln-diag-block-size", 8)
@@ -158,6 +193,11 @@ def test_conversion_keeps_softmax_layers_of_the_same_attention(trained, tmp_path
     assert load_checkpoint_lazily(str(tmp_path / "same/model.pt"))["cfg"]["model"]["softmax_layers"] == "0,2"
     converted_logits = compute_logits(tmp_path / "same/model.pt", padded_batch())
     assert torch.equal(converted_logits, compute_logits(source, padded_batch()))
+
+    assert main([*arguments, str(tmp_path / "every"), "--attention", "lln_diag", "--softmax-layers", "every:3"]) == 0
+    assert load_checkpoint_lazily(str(tmp_path / "every/model.pt"))["cfg"]["model"]["softmax_layers"] == "2"
+    assert main([*arguments, str(tmp_path / "none"), "--softmax-layers", "every:4"]) == 1
+    assert "or every:N with N from 1 to 3" in capsys.readouterr().err
 
     assert main([*arguments, str(tmp_path / "other"), "--attention", "lln"]) == 0
     assert load_checkpoint_lazily(str(tmp_path / "other/model.pt"))["cfg"]["model"].get("softmax_layers") is None
@@ -181,6 +221,44 @@ def test_damaged_option_of_a_checkpoint_is_rejected(trained, tmp_path):
         torch.save(state, tmp_path / "a.pt")
         with pytest.raises(UserError, match=message):
             load_model(str(tmp_path / "a.pt"), str(trained))
+
+
+def test_local_global_recipe_is_trained_fine_tuned_and_predicts_longer_texts(tmp_path, monkeypatch):
+    """The pre-training has samples of up to 512 tokens. The classifier takes its model from the checkpoint."""
+    data = make_glue(tmp_path, "SST-2") / "SST-2"
+    start = tmp_path / "pretrained/checkpoint_last.pt"
+    checkpoint = tmp_path / "fine_tuned/checkpoint_last.pt"
+
+    def train_two_updates(recipe, folder, save_dir, *overrides):
+        run = "run=cpu task.global_batch=2 dataset.batch_size=2 lr_scheduler.warmup_updates=1 optimization.max_update=2"
+        folders = (f"task.data={folder}", f"checkpoint.save_dir={save_dir}")
+        hydra_train(monkeypatch, *run.split(), *folders, *overrides, recipe=recipe)
+
+    sizes = ("model=small", "model.encoder_embed_dim=32", "model.encoder_ffn_embed_dim=64")  # four layers
+    train_two_updates("pretrain", data / "input0", start.parent, "attention=local_global", *sizes)
+    train_two_updates("finetune", data, checkpoint.parent, "glue=sst2", f"checkpoint.finetune_from_model={start}")
+
+    for path in (start, checkpoint):
+        stored = load_checkpoint_lazily(str(path))["cfg"]["model"]
+        names = ("attention", "block_diag_block_size", "softmax_layers", "rotary", "encoder_normalize_before")
+        assert [stored[name] for name in names] == ["block_diag", 128, "3", True, True]
+    model, task = load_finetuned_model(str(checkpoint), str(data))
+    assert attention_names(model) == ["block_diag"] * 3 + ["softmax"]
+    outputs = compute_outputs(model, task, "valid")
+    predictions = lln_fairseq.load(checkpoint).predict([row[0] for row in texts_of(tmp_path, "SST-2")])
+    assert [prediction.label for prediction in predictions] == format_predictions(task, outputs)
+    probabilities = torch.tensor([prediction.probability for prediction in predictions])
+    torch.testing.assert_close(probabilities, outputs.logits.softmax(dim=-1).amax(dim=-1))
+    monkeypatch.setenv("LLN_LINEAR", "torch,int_mm")  # 8 bits also where they are slower
+    long_text = "a wonderful film. " * 200
+    vectors = []
+    for precision in ("float32", "int8"):
+        loaded = lln_fairseq.load(checkpoint, precision=precision, positions=1000)
+        (tokens,) = loaded.encode([long_text], pooling="tokens", on_long="error")
+        vectors.append(tokens.vectors)
+    assert len(vectors[0]) > 512
+    assert torch.cosine_similarity(*vectors).min() > 0.99
+    assert not torch.equal(*vectors)
 
 
 def test_predictions_from_text_equal_those_of_evaluate(tmp_path, monkeypatch):
