@@ -31,6 +31,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 import lln_fairseq
+from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import child_environment, run_main
 from lln_fairseq.errors import UserError
 from lln_fairseq.terminal import program_parser, progress_bar, show_update
@@ -132,6 +133,12 @@ def prepare_demo_data(directory: str, archive: str | None, tokenizer: Path | Non
     if archive:
         words += ["--archive", archive]
     call(words)
+
+
+def attention_overrides(spec: str) -> list[str]:
+    """Return the Hydra overrides for an attention spec such as "lln_diag:block_size=32"."""
+    name, options = parse_attention_spec(spec)
+    return [f"attention={name}", *(f"model.{name}_{key}={value}" for key, value in options.items())]
 
 
 def run_override() -> str:

@@ -1,6 +1,6 @@
 """The option global_tokens: the first tokens of a sequence that attend to all tokens, and that all tokens attend to."""
 
-from lln_fairseq.ops.dispatch import MAX_FIRST_SEGMENT
+from lln_fairseq.ops.formula import MAX_FIRST_SEGMENT
 
 NO_GLOBAL_TOKENS = "none"
 FIRST_SEGMENT = "first_segment"

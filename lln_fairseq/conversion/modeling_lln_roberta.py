@@ -27,11 +27,13 @@ from lln_fairseq.ops.formula import (
     DIAG,
     JOINT,
     LLN,
+    MAX_FIRST_SEGMENT,
     Inputs,
     Spec,
     alpha_beta,
     attend_to_all_keys,
     compute_dtype,
+    first_segment_lengths,
     head_moments,
     hybrid_formula,
     standard_deviation,
@@ -49,7 +51,6 @@ except ImportError:
 # The names of RobertaModel.forward's arguments after attention_mask.
 ARGUMENTS = list(inspect.signature(RobertaModel.forward).parameters)[3:]
 FIRST_SEGMENT = "first_segment"
-MAX_GLOBAL_TOKENS = 128  # the largest number of global tokens of a first segment
 
 
 class LLNRobertaConfig(RobertaConfig):
@@ -60,7 +61,7 @@ class LLNRobertaConfig(RobertaConfig):
         mix: the formula that combines LLN with block-diagonal softmax in lln_diag: "average" or "joint_offset".
         block_size: tokens of a block of lln_diag and block_diag; None means the features of a head.
         global_tokens: the first tokens that attend to all tokens by softmax, and that all tokens attend to, with
-            block_diag or the mix "joint_offset": "none", "first_segment" (of a pair, at most MAX_GLOBAL_TOKENS), or
+            block_diag or the mix "joint_offset": "none", "first_segment" (of a pair, at most MAX_FIRST_SEGMENT), or
             their number as text.
         alpha: fixed factor of the queries; None matches it to softmax's variance.
         beta: fixed factor of the keys; moment matching is used unless both alpha and beta are given.
@@ -185,12 +186,12 @@ class LLNSelfAttention(RobertaSelfAttention):
             return hidden_states.new_full(hidden_states.shape[:1], self.largest_prefix(), dtype=torch.int64)
         if attention_mask is None or attention_mask.shape[2] != 2:
             raise ValueError("global_tokens=first_segment needs the mask that LLNRobertaModel makes from input_ids")
-        return attention_mask[:, 0, 1].sum(dim=-1).clamp(max=MAX_GLOBAL_TOKENS)
+        return attention_mask[:, 0, 1].sum(dim=-1).clamp(max=MAX_FIRST_SEGMENT)
 
     def largest_prefix(self) -> int:
         """Return the largest number of global tokens of a sequence."""
         if self.config.global_tokens == FIRST_SEGMENT:
-            return MAX_GLOBAL_TOKENS
+            return MAX_FIRST_SEGMENT
         return int(self.config.global_tokens)
 
     def split_heads(self, x: Tensor) -> Tensor:
@@ -361,9 +362,14 @@ class LLNRobertaModel(RobertaModel):
             require_right_padding(attention_mask)
         rows = attention_mask[:, None]
         if self.config.global_tokens == FIRST_SEGMENT:
-            eos = self.config.eos_token_id
-            has_two_separators = self.config.pair_form == "roberta"
-            rows = mark_first_segments(input_ids, attention_mask, eos, has_two_separators)  # type: ignore[arg-type]
+            if input_ids is None:
+                raise ValueError("global_tokens=first_segment needs input_ids, got only inputs_embeds")
+            pad: int = self.config.pad_token_id  # type: ignore[assignment]
+            eos: int = self.config.eos_token_id  # type: ignore[assignment]
+            tokens = input_ids.masked_fill(attention_mask == 0, pad)
+            lengths = first_segment_lengths(tokens, eos, self.config.pair_form, pad)
+            token = torch.arange(tokens.shape[1], device=tokens.device)
+            rows = torch.stack([attention_mask.long(), (token < lengths[:, None]).long()], dim=1)
         return rows[:, None].bool()
 
     def get_extended_attention_mask(self, attention_mask: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -381,34 +387,6 @@ def require_right_padding(attention_mask: Tensor) -> None:
     is_shifted = (attention_mask[:, :1] == 0).any(dim=1) & attention_mask.any(dim=1)
     if is_shifted.any():
         raise ValueError("this attention needs padding at the right: set tokenizer.padding_side = 'right'")
-
-
-def mark_first_segments(
-    input_ids: Tensor | None, attention_mask: Tensor, eos: int, has_two_separators: bool = True
-) -> Tensor:
-    """Return the attention mask with a second row, which is 1 in the first segment of a sequence: int64 (B, 2, N).
-
-    In a pair, `<s> A </s></s> B </s>` or `<s> A </s> B </s>`, the first segment ends with the first </s>. In a single
-    text it is the first token.
-
-    Args:
-        input_ids: (B, N).
-        attention_mask: (B, N), 0 at padding.
-        eos: the id of </s>.
-        has_two_separators: whether a pair has two </s> between its texts.
-
-    Raises:
-        ValueError: if there are no input_ids.
-    """
-    if input_ids is None:
-        raise ValueError("global_tokens=first_segment needs input_ids, got only inputs_embeds")
-    is_end = input_ids == eos
-    following = is_end[:, 1:] if has_two_separators else attention_mask[:, 1:].bool()
-    ends_first_text = is_end[:, :-1] & following
-    tokens_before = (ends_first_text.cumsum(dim=1) == 0).sum(dim=1)  # all of them in a single text
-    lengths = torch.where(ends_first_text.any(dim=1), tokens_before + 1, 1)
-    token = torch.arange(input_ids.shape[1], device=input_ids.device)
-    return torch.stack([attention_mask.long(), (token < lengths[:, None]).long()], dim=1)
 
 
 class LLNRobertaForMaskedLM(RobertaForMaskedLM):

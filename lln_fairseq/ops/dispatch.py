@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dis
 
 from lln_fairseq.ops.backends import MODULES, NUM_DIFFERENTIABLE, load_backend
 from lln_fairseq.ops.exchange import Exchange
-from lln_fairseq.ops.formula import Inputs, Spec, attend_to_all_keys, hybrid_formula
+from lln_fairseq.ops.formula import MAX_FIRST_SEGMENT, Inputs, Spec, attend_to_all_keys, hybrid_formula
 from lln_fairseq.ops.operator import compiled_attention
 
 _P = ParamSpec("_P")
@@ -30,8 +30,6 @@ FORMULA = "formula"  # `choose_backend` returns this if only the plain formula c
 _AUTO_BY_DEVICE_TYPE = {"cuda": "triton", "cpu": "cpu"}  # every other device gets PyTorch
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
-# A first segment has at most this many global tokens, so that the cost stays linear in the length of the sequence.
-MAX_FIRST_SEGMENT = 128
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

@@ -61,9 +61,10 @@ JOINT = "joint"
 # parts are computed, but not added.
 WEIGHTS = {LLN: (1.0, 0.0), DIAG: (0.0, 1.0), AVERAGE: (0.5, 0.5), JOINT: (1.0, 1.0)}
 
-FLOOR = 2.0**-4  # the minimum of the joint form's divisor; csrc/joint.h and the Triton kernels have the same
+# The C and Triton kernels get FLOOR, PADDED_QUERY_LIMIT, MIN_SIGMA and LOG_SIGMA2_LIMIT from here.
+FLOOR = 2.0**-4  # the minimum of the joint form's divisor
 # Values of a padding query with at least this magnitude are replaced by 0. The limit is about half of float16's largest
-# number, and keeps α q and q·k finite. csrc/problem.h and the Triton kernels have the same limit.
+# number, and keeps α q and q·k finite.
 PADDED_QUERY_LIMIT = 3e4
 
 # σ_lln² = a σ̃² + b, the straight line of eq. 34 with the constants of the authors' code. It holds in the range that the
@@ -73,8 +74,12 @@ PAPER_B = -0.35487039130661086
 
 MIN_SIGMA = 1e-6
 # The maximum of log σ̃². One feature dominates LLN attention long before this limit; beyond it, float32 could not
-# resolve α q. csrc/moments.h and the Triton kernels have the same limit.
+# resolve α q.
 LOG_SIGMA2_LIMIT = 24.0
+
+# A first segment has at most this many global tokens, so that the cost stays linear in the length of the sequence.
+MAX_FIRST_SEGMENT = 128
+ROBERTA_PAIRS = "roberta"  # the form of a pair of texts `<s> A </s></s> B </s>`; all others are `<s> A </s> B </s>`
 
 
 @dataclass(frozen=True)
@@ -519,3 +524,23 @@ def interpolate(x: Tensor, xs: Tensor, ys: Tensor) -> Tensor:
     left = right - 1
     slope = (ys[right] - ys[left]) / (xs[right] - xs[left])
     return ys[left] + slope * (x - xs[left])
+
+
+def first_segment_lengths(tokens: Tensor, eos: int, pair_form: str = ROBERTA_PAIRS, pad: int = 1) -> Tensor:
+    """Return the number of tokens in the first segment of every sequence, int64 (B,), from 1 to N.
+
+    In a pair, the first segment is `<s> A </s>`. If a sequence is not a pair, its first segment is its first token: it
+    has no two adjacent </s>, or in a form with one </s> between the texts, nothing but padding follows its first </s>.
+    The computation does not synchronize with a GPU.
+    """
+    is_end = ends_first_text(tokens, eos, pair_form, pad)
+    tokens_before = is_end.cumsum(dim=1).eq(0).sum(dim=1)  # all of them if the sequence is not a pair
+    return torch.where(is_end.any(dim=1), tokens_before + 1, 1)
+
+
+def ends_first_text(tokens: Tensor, eos: int, pair_form: str, pad: int) -> Tensor:
+    """Return True for every </s> that can end the first text of a pair, bool (B, N - 1): the first one of them does."""
+    following = tokens[:, 1:]
+    if pair_form == ROBERTA_PAIRS:
+        return tokens[:, :-1].eq(eos) & following.eq(eos)
+    return tokens[:, :-1].eq(eos) & following.ne(pad)

@@ -22,18 +22,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from lln_fairseq.analysis.events import Curve, read_curves
-from lln_fairseq.attention.layers import check_attention_spec
-from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import run_main
 from lln_fairseq.errors import UserError
 from lln_fairseq.terminal import at_least_one, program_parser, text_table
+from scripts.research.summaries import attentions_argument, mean_and_range, save
 from scripts.training import (
+    attention_overrides,
     call_logged,
     compose_config,
     format_override,
@@ -105,15 +102,6 @@ class Overrides:
         if task == DEMO:
             overrides.append(format_override("task.data", f"{data}/sentiment"))
         return overrides + self.finetune
-
-
-def attention_overrides(attention: str) -> list[str]:
-    """Return the Hydra overrides for an attention spec such as "lln_diag:block_size=32"."""
-    name, options = parse_attention_spec(attention)
-    overrides = [f"attention={name}"]
-    for key, value in options.items():
-        overrides.append(f"model.{name}_{key}={json.dumps(value)}")
-    return overrides
 
 
 def run_directory(out: Path, attention: str, seed: int) -> Path:
@@ -248,16 +236,6 @@ def read_results(
     return results
 
 
-def format_median_and_range(values: Sequence[float], format_spec: str) -> str:
-    """Return "median (lowest to highest)". A single value is returned on its own, and no values give "-"."""
-    if not values:
-        return "-"
-    median = format(statistics.median(values), format_spec)
-    if len(values) == 1:
-        return median
-    return f"{median} ({min(values):{format_spec}} to {max(values):{format_spec}})"
-
-
 def comparison_table(results: Sequence[AttentionResults], seeds: Sequence[int]) -> str:
     """Return a table with a row per attention, followed by a line that explains it.
 
@@ -272,29 +250,29 @@ def comparison_table(results: Sequence[AttentionResults], seeds: Sequence[int]) 
     titles = [f"{column} [%]" for column in columns]
     lines = [["attention", "valid loss [bits]", f"above {baseline.attention}", *titles, "seeds"]]
     for result in results:
-        loss = format_median_and_range([curve.values[-1] for curve in result.valid.values()], ".2f")
+        loss = mean_and_range([curve.values[-1] for curve in result.valid.values()], 2) or "-"
         above = ""
         if result is not baseline:
-            above = format_median_and_range(result.losses_above(baseline), "+.3f")
+            above = mean_and_range(result.losses_above(baseline), 3, "+") or "-"
         finished_seeds = set(result.valid)
         scores = []
         for column in columns:
             score_by_seed = result.scores.get(column, {})
             finished_seeds &= set(score_by_seed)
-            scores.append(format_median_and_range(list(score_by_seed.values()), ".1f"))
+            scores.append(mean_and_range(list(score_by_seed.values())) or "-")
         lines.append([result.attention, loss, above, *scores, str(len(finished_seeds))])
     if majority:
         cells = [f"{majority[column]:.1f}" if column in majority else "-" for column in columns]
         lines.append(["(majority class)", "-", "", *cells, ""])
     note = (
-        f"median (lowest to highest) over the seeds {', '.join(map(str, seeds))}; valid loss: the last one of "
+        f"mean (lowest–highest) over the seeds {', '.join(map(str, seeds))}; valid loss: the last one of "
         f"pre-training; above {baseline.attention}: its difference from {baseline.attention} with the same seed"
     )
     return f"{text_table(lines)}\n{note}"
 
 
 def plot_losses(path: Path, results: Sequence[AttentionResults]) -> None:
-    figure, axes = plt.subplots(figsize=(6.5, 5), constrained_layout=True)
+    figure, axes = plt.subplots(figsize=(6.5, 5))
     for number, result in enumerate(results):
         color = f"C{number}"
         _plot_curves(axes, result.train, "-", color=color, linewidth=0.6, alpha=0.6)
@@ -302,8 +280,7 @@ def plot_losses(path: Path, results: Sequence[AttentionResults]) -> None:
     title = "loss in training (thin) and validation (points), range over seeds"
     axes.set(xlabel="update", ylabel="loss [bits per masked token]", title=title)
     axes.legend()
-    figure.savefig(path, format="png", dpi=120)
-    plt.close(figure)
+    save(figure, path)
 
 
 def _plot_curves(axes: plt.Axes, curves: dict[int, Curve], style: str, color: str, **options: Any) -> None:
@@ -322,6 +299,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = program_parser("scripts/compare_attentions.sh", __doc__)
     parser.add_argument(
         "--attentions",
+        type=attentions_argument,
         default=DEFAULT_ATTENTIONS,
         metavar="NAME[:OPTION=VALUE,...],...",
         help="attentions to compare, the first of which is the baseline (default: %(default)s)",
@@ -342,13 +320,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if unknown:
         parser.error(f"neither an option nor a Hydra override: {' '.join(unknown)}")
     args.overrides = overrides
-    # A comma before OPTION= separates the options of an attention; any other comma separates attentions.
-    args.attentions = list(dict.fromkeys(re.split(r",(?!\w+=)", args.attentions)))
-    for attention in args.attentions:
-        try:
-            check_attention_spec(attention)
-        except ValueError as error:
-            parser.error(str(error))
     return args
 
 

@@ -46,7 +46,7 @@ from lln_fairseq.terminal import program_parser
 from scripts.benchmarks.meter import attention_argument
 from scripts.research import recall
 from scripts.research.programs import write_result
-from scripts.research.report import markdown, mean_and_range, read_results, save, select
+from scripts.research.summaries import markdown, mean_and_range, read_results, save, select
 from scripts.research.units import RESULTS
 from scripts.research.window import WINDOW, WindowAttention, WindowConfig
 from scripts.training import call_logged, train_words

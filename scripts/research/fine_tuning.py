@@ -15,7 +15,7 @@ from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.attention.registry import parse_attention_spec
 from scripts.research.programs import TRAIN, Programs, choose_precision, locked, precision_overrides, write_result
 from scripts.research.units import ENCODER_POSITIONS, FINE_TUNING, SOFTMAX, TASKS, Unit
-from scripts.training import run_override
+from scripts.training import attention_overrides, run_override
 
 TRANSFER_STEPS = 300
 VALIDATE_INTERVAL = 73  # updates; 7,000 rows are 219 updates
@@ -132,7 +132,6 @@ def make_teacher(name: str, seed: int, work: Path, glue: str | None, programs: P
 def training_words(name: str, spec: str, seed: int, data: Path, start: Path, out: Path) -> list[str]:
     """Return the module and the arguments that fine-tune an attention on a task."""
     task = TASKS[name]
-    attention, options = parse_attention_spec(spec)
     words = [
         *TRAIN,
         "--config-name=finetune",
@@ -148,8 +147,8 @@ def training_words(name: str, spec: str, seed: int, data: Path, start: Path, out
         f"checkpoint.finetune_from_model={start}",
         f"checkpoint.save_dir={out}",
     ]
-    if attention != SOFTMAX:
-        words += [f"attention={attention}", *(f"model.{attention}_{key}={value}" for key, value in options.items())]
+    if spec != SOFTMAX:
+        words += attention_overrides(spec)
     if task.start is not None or torch.cuda.is_available():
         words += precision_overrides()
     if task.start is None:

@@ -16,7 +16,7 @@ from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.files import write_bytes
 from scripts.research.programs import TRAIN, Programs, choose_precision, locked, precision_overrides, write_result
 from scripts.research.units import PRETRAINING, TWO_SEEDS, Unit
-from scripts.training import run_override
+from scripts.training import attention_overrides, run_override
 
 UPDATES = 5000
 EARLY = 5  # a unit that ends early has one in so many updates
@@ -77,7 +77,7 @@ def last_update(unit: Unit, updates: int) -> int:
 
 def training_arguments(unit: Unit, data: Path, directory: Path, updates: int) -> list[str]:
     """Return the module and the arguments that train the unit, or continue its training."""
-    attention, options = parse_attention_spec(unit.spec)
+    attention, _ = parse_attention_spec(unit.spec)
     interval = max(1, updates // VALIDATIONS)
     arguments = [
         *TRAIN,
@@ -86,8 +86,7 @@ def training_arguments(unit: Unit, data: Path, directory: Path, updates: int) ->
         f"model={MODEL}",
         run_override(),
         *precision_overrides(),
-        f"attention={attention}",
-        *(f"model.{attention}_{key}={value}" for key, value in options.items()),
+        *attention_overrides(unit.spec),
         f"task.data={data}",
         f"optimization.max_update={last_update(unit, updates)}",
         f"lr_scheduler.total_num_update={updates}",

@@ -22,30 +22,36 @@ interrupted command again.
 
 import argparse
 import itertools
-import json
 import math
 import re
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from lln_fairseq.attention import Attention, build_attention, reject_layer_mechanism
-from lln_fairseq.attention.layers import check_attention_spec
-from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import run_main
-from lln_fairseq.errors import UserError
-from lln_fairseq.files import write_bytes
-from lln_fairseq.terminal import at_least_one, program_parser, progress_bar, show_update, text_table
+from lln_fairseq.terminal import at_least_one, program_parser, progress_bar, text_table
 from lln_fairseq.training.malloc import disable_malloc_trim
+from scripts.research.small_models import (
+    DEVICE,
+    AttentionLayer,
+    Trainer,
+    batches,
+    build_layer_attentions,
+    file_name,
+    finish_run,
+    matrix_attentions_argument,
+    predict_targets,
+)
+from scripts.research.summaries import mean_and_range
 
 VOCABULARY = 8192  # 0 is the filler, the lower half are keys, and the upper half values
 FIRST_VALUE = VOCABULARY // 2
@@ -82,33 +88,16 @@ class RecallSettings:
         return f"{self.length}x{self.pairs}, width {self.width}, {self.attention}, lr {self.lr:g}, seed {self.seed}"
 
 
-@dataclass
-class RecallRows:
-    """Rows of the task. R is the number of rows, N the number of tokens and P the number of pairs of a row.
+class RecallRows(NamedTuple):
+    """Rows of the task. R is the number of rows, N the number of tokens and P the number of pairs of a row."""
 
-    Attributes:
-        tokens: int64 (R, N), the inputs.
-        masks: int64 (R, P), the position of the <mask> that asks for each pair.
-        values: int64 (R, P), the value of each pair, which is the token to predict at its <mask>.
-    """
-
-    tokens: Tensor
-    masks: Tensor
-    values: Tensor
-
-    def to(self, device: str) -> "RecallRows":
-        return RecallRows(self.tokens.to(device), self.masks.to(device), self.values.to(device))
-
-    def batches(self, size: int, order: Tensor | None = None) -> Iterator["RecallRows"]:
-        """Yield batches of the rows, in the order of the indices `order` if it is not None."""
-        if order is None:
-            order = torch.arange(len(self.tokens))
-        for index in order.split(size):
-            yield RecallRows(self.tokens[index], self.masks[index], self.values[index])
+    tokens: Tensor  # int64 (R, N), the inputs
+    masks: Tensor  # int64 (R, P), the position of the <mask> that asks for each pair
+    values: Tensor  # int64 (R, P), the value of each pair, which is the token to predict at its <mask>
 
     def same_block(self) -> Tensor:
         """Return which queries are in the block of their pair, bool (R, P). A pair is never cut by a block's end."""
-        pair_positions = 2 * torch.arange(self.masks.shape[1], device=self.masks.device)
+        pair_positions = 2 * torch.arange(self.masks.shape[1])
         return self.masks // BLOCK == pair_positions // BLOCK
 
 
@@ -156,28 +145,11 @@ class PreviousToken(nn.Module):
         return x + self.projection(previous)
 
 
-class RecallLayer(nn.Module):
-    """A layer norm and attention, with a residual connection."""
-
-    def __init__(self, width: int, attention: Attention) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.attention = attention
-        self.out = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        qkv = self.qkv(self.norm(x)).unflatten(-1, (3, self.attention.num_heads, -1))  # (B, N, 3, H, D)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).contiguous()  # (B, H, N, D) each
-        return x + self.out(self.attention(q, k, v).transpose(1, 2).flatten(2))
-
-
 class RecallModel(nn.Module):
     """An encoder that predicts the tokens at given positions."""
 
     def __init__(self, settings: RecallSettings) -> None:
         super().__init__()
-        name, options = parse_attention_spec(settings.attention)
         self.embedding = nn.Embedding(VOCABULARY + 1, settings.width)
         self.positions = nn.Embedding(settings.length, settings.width)
         nn.init.normal_(self.embedding.weight, std=0.02)
@@ -185,16 +157,9 @@ class RecallModel(nn.Module):
         self.layers = nn.Sequential()
         if settings.previous_token:
             self.layers.append(PreviousToken(settings.width))
-        for layer in range(LAYERS):
-            attention = build_attention(
-                name,
-                num_heads=settings.width // settings.head_dim,
-                head_dim=settings.head_dim,
-                max_positions=settings.length,
-                **options,
-            )
-            attention.set_depth(layer, LAYERS)
-            self.layers.append(RecallLayer(settings.width, attention))
+        heads = settings.width // settings.head_dim
+        for attention in build_layer_attentions(settings.attention, LAYERS, heads, settings.head_dim, settings.length):
+            self.layers.append(AttentionLayer(settings.width, attention))
         self.norm = nn.LayerNorm(settings.width)
 
     def forward(self, tokens: Tensor, masks: Tensor) -> Tensor:
@@ -204,14 +169,12 @@ class RecallModel(nn.Module):
         return F.linear(self.norm(masked), self.embedding.weight[:VOCABULARY])
 
 
-@torch.no_grad()
-def recall_accuracy(model: RecallModel, rows: RecallRows, batch: int) -> dict[str, float]:
+def recall_accuracy(model: nn.Module, rows: RecallRows, batch: int) -> dict[str, float]:
     """Return the accuracy in percent for each of PARTS, and leave the model in evaluation mode.
 
     A part without queries is left out.
     """
-    model.eval()
-    correct = torch.cat([model(part.tokens, part.masks).argmax(dim=-1) == part.values for part in rows.batches(batch)])
+    correct = predict_targets(model, batches(rows, batch)) == rows.values
     same_block = rows.same_block()
     accuracies = {}
     for name, answers in zip(PARTS, (correct, correct[same_block], correct[~same_block]), strict=True):
@@ -220,68 +183,32 @@ def recall_accuracy(model: RecallModel, rows: RecallRows, batch: int) -> dict[st
     return accuracies
 
 
-def train_epoch(model: RecallModel, optimizer: torch.optim.Optimizer, rows: RecallRows, size: int, bar: tqdm) -> float:
-    """Train for one epoch in a random order, `size` rows per update, and return the mean loss in bits per query."""
-    model.train()
-    total = 0.0
-    for batch in rows.batches(size, torch.randperm(len(rows.tokens))):
-        optimizer.zero_grad()
-        logits = model(batch.tokens, batch.masks)
-        loss = F.cross_entropy(logits.flatten(0, 1), batch.values.flatten())
-        loss.backward()
-        optimizer.step()
-        bits = loss.item() / math.log(2)
-        total += bits * len(batch.tokens)
-        show_update(bar, bar.n + 1, f"{bits:.2f}")
-    return total / len(rows.tokens)
-
-
-def train(settings: RecallSettings, train_rows: RecallRows, held_out: RecallRows) -> list[dict[str, Any]]:
-    """Train a model and return for every epoch the "loss" in bits per query, the "accuracy", and the "seconds".
+def train(settings: RecallSettings, train_rows: RecallRows, held_out: RecallRows) -> dict[str, Any]:
+    """Train a model, and return its "history": the "loss" in bits per query, "accuracy" and "seconds" of every epoch.
 
     Training also ends after an epoch whose loss is not finite, as happens if the learning rate is too high.
     """
     torch.manual_seed(settings.seed)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    train_rows = train_rows.to(device)
-    held_out = held_out.to(device)
-    model = RecallModel(settings).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=WEIGHT_DECAY)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.epochs)
+    model = RecallModel(settings).to(DEVICE)
+    updates = math.ceil(settings.rows / settings.batch)  # of an epoch
+
+    def lr_factor(update: int) -> float:
+        return 0.5 * (1 + math.cos(math.pi * (update // updates) / settings.epochs))
+
+    trainer = Trainer(model, settings.lr, WEIGHT_DECAY, lr_factor)
     history: list[dict[str, Any]] = []
     while len(history) < settings.epochs:
         start = time.perf_counter()
         name = f"{settings.name}, epoch {len(history) + 1}"
-        with progress_bar(name, math.ceil(settings.rows / settings.batch), "update") as bar:
-            loss = train_epoch(model, optimizer, train_rows, settings.batch, bar)
-        schedule.step()
+        with progress_bar(name, updates, "update") as bar:
+            order = torch.randperm(settings.rows)
+            loss = trainer.train_epoch(batches(train_rows, settings.batch, order), bar) / math.log(2)
         accuracy = recall_accuracy(model, held_out, settings.batch)
         history.append({"loss": loss, "accuracy": accuracy, "seconds": time.perf_counter() - start})
         print(f"{name}: loss {loss:.2f} bits, accuracy {accuracy['all']:.1f} %", flush=True)
         if accuracy["all"] >= settings.target or not math.isfinite(loss):
             break
-    return history
-
-
-def finish_run(
-    out: Path, settings: RecallSettings, train_rows: RecallRows, held_out: RecallRows
-) -> list[dict[str, Any]]:
-    """Return the history of a run (see `train`) from its file in `out`, or train and write the file."""
-    path = out / (re.sub(r"[^\w.]+", "-", settings.name) + ".json")
-    if path.is_file():
-        result = json.loads(path.read_text())
-        if result["settings"] != asdict(settings):
-            raise UserError(f"{path} was written with other settings, {result['settings']}; choose another OUT")
-        return result["history"]
-    history = train(settings, train_rows, held_out)
-    result = {"settings": asdict(settings), "history": history}
-    write_bytes(path, (json.dumps(result, indent=1) + "\n").encode())
-    return history
-
-
-def mean_and_range(values: Sequence[float]) -> str:
-    """Return "mean (lowest–highest)" of at least one value, each with one decimal."""
-    return f"{statistics.mean(values):.1f} ({min(values):.1f}–{max(values):.1f})"
+    return {"history": history}
 
 
 def best_rate_row(attention: str, histories: dict[float, list[list[dict[str, Any]]]]) -> list[str]:
@@ -296,11 +223,9 @@ def best_rate_row(attention: str, histories: dict[float, list[list[dict[str, Any
 
     best_rate = max(histories, key=mean_accuracy)
     row = [attention, f"{best_rate:g}"]
+    finals = [history[-1]["accuracy"] for history in histories[best_rate]]
     for part in PARTS:
-        if part in histories[best_rate][0][-1]["accuracy"]:
-            row.append(mean_and_range([history[-1]["accuracy"][part] for history in histories[best_rate]]))
-        else:
-            row.append("–")
+        row.append(mean_and_range([final[part] for final in finals if part in final]) or "–")
     row.append(", ".join(str(len(history)) for history in histories[best_rate]))
     return row
 
@@ -308,6 +233,8 @@ def best_rate_row(attention: str, histories: dict[float, list[list[dict[str, Any
 def run_experiment(args: argparse.Namespace) -> None:
     """Finish all runs, and print a table for each task and width."""
     disable_malloc_trim()
+    names = ("filler", "rows", "head_dim", "previous_token", "batch", "epochs", "target")
+    options = {name: getattr(args, name) for name in names}
     tables = []
     for length, pairs in args.tasks:
         train_rows = make_rows(args.rows, length, pairs, args.filler, seed=0)
@@ -318,22 +245,11 @@ def run_experiment(args: argparse.Namespace) -> None:
                 histories: dict[float, list[list[dict[str, Any]]]] = {}
                 for rate, seed in itertools.product(args.rates, args.seeds):
                     settings = RecallSettings(
-                        attention=attention,
-                        length=length,
-                        pairs=pairs,
-                        filler=args.filler,
-                        rows=args.rows,
-                        width=width,
-                        head_dim=args.head_dim,
-                        previous_token=args.previous_token,
-                        lr=rate,
-                        batch=args.batch,
-                        epochs=args.epochs,
-                        target=args.target,
-                        seed=seed,
+                        attention=attention, length=length, pairs=pairs, width=width, lr=rate, seed=seed, **options
                     )
-                    history = finish_run(args.out, settings, train_rows, held_out)
-                    histories.setdefault(rate, []).append(history)
+                    file = args.out / f"{file_name(settings.name)}.json"
+                    result = finish_run(file, settings, partial(train, settings, train_rows, held_out))
+                    histories.setdefault(rate, []).append(result["history"])
                 table.append(best_rate_row(attention, histories))
             tables.append(f"{length} tokens, {pairs} pairs, width {width}: accuracy [%]\n{text_table(table)}")
     print("\n" + "\n\n".join(tables))
@@ -350,25 +266,12 @@ def task_argument(text: str) -> tuple[int, int]:
     raise argparse.ArgumentTypeError(f"must be LENGTHxPAIRS with an even LENGTH of at least 4 * PAIRS, got '{text}'")
 
 
-def attentions_argument(text: str) -> list[str]:
-    """Convert an argument to a list of attention specs, without repetitions, as a `type` of argparse."""
-    # A comma before OPTION= separates the options of an attention; any other comma separates attentions.
-    specs = list(dict.fromkeys(re.split(r",(?!\w+=)", text)))
-    for spec in specs:
-        try:
-            check_attention_spec(spec)
-            reject_layer_mechanism(parse_attention_spec(spec)[0], "this experiment needs queries and keys")
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-    return specs
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = program_parser("python -m scripts.research.recall", __doc__)
     parser.add_argument("out", type=Path, metavar="OUT", help="directory of the results, one JSON file for each run")
     parser.add_argument(
         "--attentions",
-        type=attentions_argument,
+        type=matrix_attentions_argument,
         default=["softmax", "lln_diag"],
         metavar="NAME[:OPTION=VALUE,...],...",
         help="attentions to compare (default: softmax,lln_diag)",
@@ -395,7 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for width in args.widths:
         if width % args.head_dim:
             parser.error(f"--widths must be multiples of --head-dim {args.head_dim}, got {width}")
-    return run_main(lambda: run_experiment(args), "\ninterrupted; run the same command again to continue")
+    return run_main(partial(run_experiment, args), "\ninterrupted; run the same command again to continue")
 
 
 if __name__ == "__main__":

@@ -7,14 +7,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from lln_fairseq.errors import UserError
 from scripts.research.conversion import DISTILLED, LONG_STAGES
 from scripts.research.fine_tuning import TRAINED
+from scripts.research.summaries import markdown, mean_and_range, read_results, save, select
 from scripts.research.units import (
     CONVERSION,
     CONVERTED,
@@ -94,45 +92,17 @@ def write_report(results: Path) -> None:
     print(text, end="")
 
 
-def read_results(directory: Path) -> list[dict[str, Any]]:
-    """Return the contents of the JSON files in a directory, in the order of their names."""
-    return [json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))]
-
-
-def select(results: Iterable[dict[str, Any]], **values: Any) -> list[dict[str, Any]]:
-    return [result for result in results if all(result.get(key) == value for key, value in values.items())]
-
-
 def select_tasks(tasks: Iterable[str], results: Sequence[dict[str, Any]]) -> list[str]:
     """Return the tasks that have a result."""
     return [task for task in tasks if select(results, task=task)]
 
 
-def mean_and_range(values: Sequence[float], digits: int = 1) -> str:
-    """Return "mean (lowest–highest)", only the value if there is one, or "" if there is none."""
-    if not values:
-        return ""
-    text = f"{statistics.fmean(values):.{digits}f}"
-    if len(values) == 1:
-        return text
-    return f"{text} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+def accuracies(results: Sequence[dict[str, Any]], stage: str, split: str = "all") -> list[float]:
+    """Return an accuracy in percent for each result that has this stage.
 
-
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown. The first row has the titles."""
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    lines.insert(1, "|---" * len(rows[0]) + "|")
-    return "\n".join(lines)
-
-
-def accuracies(results: Sequence[dict[str, Any]], stage: str) -> list[float]:
-    """Return an accuracy in percent for each result that has this stage: on the rows of valid and test together."""
-    return [100 * result["scores"][stage]["all"] for result in results if stage in result["scores"]]
-
-
-def held_out(results: Sequence[dict[str, Any]], stage: str) -> list[float]:
-    """Return the same as `accuracies`, but on the rows of test only, which no setting was chosen on."""
-    return [100 * result["scores"][stage]["test"] for result in results if stage in result["scores"]]
+    The split "all" has the rows of valid and test together. No setting was chosen on those of "test".
+    """
+    return [100 * result["scores"][stage][split] for result in results if stage in result["scores"]]
 
 
 def conversion_table(
@@ -239,14 +209,14 @@ def long_pairs_table(
     for attention, spec in FINE_TUNED.items():
         converted = select(conversions, spec=spec)
         trained = select(results, attention=attention)
-        cells = [mean_and_range(held_out(converted, stage)) for stage in LONG_STAGES]
-        cells.append(mean_and_range(held_out(trained, TRAINED)))
+        cells = [mean_and_range(accuracies(converted, stage, "test")) for stage in LONG_STAGES]
+        cells.append(mean_and_range(accuracies(trained, TRAINED, "test")))
         if not any(cells):
             continue
         for milliseconds, share in zip(times.values(), time_shares(times, spec), strict=True):
             cells.append(f"{milliseconds[spec]} ({share})" if share else "")
         rows.append([LABELS_OF_FINE_TUNED[attention], *cells])
-    for accuracy in held_out(floors, TF_IDF):
+    for accuracy in accuracies(floors, TF_IDF, "test"):
         rows.append([FLOOR_LABEL, *("" for _ in LONG_STAGES), f"{accuracy:.1f}", *("" for _ in times)])
     return markdown(rows)
 
@@ -321,9 +291,9 @@ def draw_long_pairs(
         trained = select(results, task=task)
         converted = select(conversions, task=task)
         for height, name in enumerate(names):
-            with_labels = held_out(select(trained, attention=name), TRAINED)
+            with_labels = accuracies(select(trained, attention=name), TRAINED, "test")
             axes.plot(with_labels, [height] * len(with_labels), "o", color="C0")
-            distilled = held_out(select(converted, spec=FINE_TUNED[name]), DISTILLED)
+            distilled = accuracies(select(converted, spec=FINE_TUNED[name]), DISTILLED, "test")
             axes.plot(distilled, [height] * len(distilled), "o", color="C0", fillstyle="none")
         axes.set_xlabel(f"accuracy [%], {task_title(task, [*trained, *converted])}")
     figure.suptitle("dots: trained with labels, rings: linearized and distilled", fontsize=9)
@@ -370,9 +340,3 @@ def draw_pretraining(results: list[dict[str, Any]], path: Path) -> None:
     gaps.set_ylabel("spectral gap")
     by_tokens.legend(title="attention, seed")
     save(figure, path)
-
-
-def save(figure: Any, path: Path) -> None:
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

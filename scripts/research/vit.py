@@ -15,30 +15,38 @@ repeated. Choose another --out for other pictures. An interrupted run starts ove
 """
 
 import argparse
-import json
+import itertools
 import math
-import re
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from lln_fairseq.analysis.events import Curve
 from lln_fairseq.analysis.layer_scalars import NAMES, observe
-from lln_fairseq.attention import Attention, build_attention
-from lln_fairseq.attention.registry import parse_attention_spec
+from lln_fairseq.attention import Attention
 from lln_fairseq.command import run_main
 from lln_fairseq.errors import UserError
-from lln_fairseq.files import write_bytes
-from lln_fairseq.terminal import at_least_one, program_parser, progress_bar, show_update, text_table
+from lln_fairseq.terminal import at_least_one, program_parser, progress_bar, text_table
 from scripts.figures import ACCURACY, LOSS_SCALE, Settings, figure_9, figure_10
+from scripts.research.small_models import (
+    DEVICE,
+    AttentionLayer,
+    Trainer,
+    batches,
+    build_layer_attentions,
+    file_name,
+    finish_run,
+    matrix_attentions_argument,
+    predict_targets,
+)
+from scripts.research.summaries import mean_and_range
 
 MATCHED_ATTENTION = "lln"  # the attention whose α and β --fixed sets
 PAPER_SIZES = {"layers": 12, "width": 128, "heads": 8, "patch": 32}
@@ -47,15 +55,13 @@ SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 VALID_SHARE = 0.15
 TEST_SHARE = 0.25
 SPLIT_SEED = 0  # the split does not depend on the seed of a run
-RESULT = "result.json"
 WARMUP = 0.1  # share of the updates with a rising learning rate, which then falls to 0 along a cosine
 PROBE_PICTURES = 64  # pictures of the valid split on which α and β are measured
 EVALUATION_BATCH = 256
 ALPHA_BETA = [NAMES.index("alpha"), NAMES.index("beta")]
 
 
-@dataclass
-class Pictures:
+class Pictures(NamedTuple):
     """A data set of labeled pictures, which are square and have the same size."""
 
     pixels: Tensor  # uint8 (N, channels, side, side)
@@ -73,19 +79,6 @@ class Pictures:
             rows.append(_select_split(rows_of_class, name))
         selected = torch.cat(rows)
         return Pictures(self.pixels[selected], self.labels[selected], self.classes)
-
-    def batches(self, size: int, generator: torch.Generator | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the pictures as float32 in [0, 1], (B, channels, side, side), and their labels, int64 (B).
-
-        The generator draws the order; None keeps the order of the pictures.
-        """
-        count = len(self.labels)
-        if generator is None:
-            order = torch.arange(count)
-        else:
-            order = torch.randperm(count, generator=generator)
-        for rows in order.split(size):
-            yield self.pixels[rows].float() / 255, self.labels[rows]
 
 
 def _select_split(rows: Tensor, name: str) -> Tensor:
@@ -147,16 +140,23 @@ def _read_picture(file: Path, side: int | None) -> np.ndarray:
 
 
 @dataclass
-class ViTShape:
-    """The sizes of a vision transformer. Pictures have `side` x `side` pixels, and patches `patch` x `patch`."""
+class ViTSettings:
+    """The settings on which the result of a run depends, apart from the pictures."""
 
+    attention: str  # an attention spec, for example "lln:alpha=2,beta=2"
+    seed: int  # of the initial parameters, of dropout and of the order of the pictures
     classes: int
     channels: int
-    side: int
-    patch: int
-    layers: int = 12
-    width: int = 128
-    heads: int = 8
+    side: int  # pixels of a picture
+    patch: int  # side length of a patch in pixels
+    layers: int
+    width: int
+    heads: int
+    epochs: int
+    batch: int  # pictures per update
+    lr: float  # the highest
+    weight_decay: float
+    fp16: bool
     dropout: float = 0.1
 
     @property
@@ -168,239 +168,128 @@ class ViTShape:
 class ViTLayer(nn.Module):
     """A pre-norm transformer layer: attention and an MLP, each after a layer norm and with a residual connection."""
 
-    def __init__(self, shape: ViTShape, attention: Attention) -> None:
+    def __init__(self, settings: ViTSettings, attention: Attention) -> None:
         super().__init__()
-        width = shape.width
-        self.heads = shape.heads
-        self.attention = attention
-        self.attention_norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
+        width = settings.width
+        self.attention = AttentionLayer(width, attention, settings.dropout)
         self.mlp = nn.Sequential(
             nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
-        self.dropout = nn.Dropout(shape.dropout)
+        self.dropout = nn.Dropout(settings.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))  # (B, N, 3, H, D)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).contiguous()  # (B, H, N, D) each
-        attended = self.attention(q, k, v).transpose(1, 2).flatten(2)
-        x = x + self.dropout(self.out(attended))
+        x = self.attention(x)
         return x + self.dropout(self.mlp(x))
 
 
 class ViT(nn.Module):
     """A vision transformer with any attention of the registry: pre-norm layers, a class token, learned positions.
 
-    Dosovitskiy et al. 2021. The paper's model has 12 layers of width 128 (arXiv 2311.13541, A.8.2). A ValueError says
-    which sizes do not fit together, or that the attention or an option is unknown.
+    Dosovitskiy et al. 2021. The paper's model has 12 layers of width 128 (arXiv 2311.13541, A.8.2).
     """
 
-    def __init__(self, shape: ViTShape, attention: str, **options: Any) -> None:
+    def __init__(self, settings: ViTSettings) -> None:
         super().__init__()
-        if shape.side % shape.patch:
-            raise ValueError(f"pictures of {shape.side} pixels cannot be cut into patches of {shape.patch}")
-        if shape.width % shape.heads:
-            raise ValueError(f"a width of {shape.width} cannot be divided among {shape.heads} heads")
-        self.patch = shape.patch
-        self.embed = nn.Linear(shape.channels * shape.patch**2, shape.width)
-        self.start = nn.Parameter(0.02 * torch.randn(1, 1, shape.width))
-        self.positions = nn.Parameter(0.02 * torch.randn(1, shape.tokens, shape.width))
+        if settings.side % settings.patch:
+            raise UserError(f"pictures of {settings.side} pixels cannot be cut into patches of {settings.patch}")
+        if settings.width % settings.heads:
+            raise UserError(f"a width of {settings.width} cannot be divided among {settings.heads} heads")
+        self.patch = settings.patch
+        self.embed = nn.Linear(settings.channels * settings.patch**2, settings.width)
+        self.start = nn.Parameter(0.02 * torch.randn(1, 1, settings.width))
+        self.positions = nn.Parameter(0.02 * torch.randn(1, settings.tokens, settings.width))
+        head_dim = settings.width // settings.heads
         self.layers = nn.Sequential()
-        for index in range(shape.layers):
-            module = build_attention(
-                attention,
-                num_heads=shape.heads,
-                head_dim=shape.width // shape.heads,
-                max_positions=shape.tokens,
-                **options,
-            )
-            module.set_depth(index, shape.layers)
-            self.layers.append(ViTLayer(shape, module))
-        self.norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, shape.classes)
+        for attention in build_layer_attentions(
+            settings.attention, settings.layers, settings.heads, head_dim, settings.tokens
+        ):
+            self.layers.append(ViTLayer(settings, attention))
+        self.norm = nn.LayerNorm(settings.width)
+        self.head = nn.Linear(settings.width, settings.classes)
 
-    def forward(self, pictures: Tensor) -> Tensor:
-        """Return the logits (B, classes) of pictures (B, channels, side, side) with values in [0, 1]."""
-        patches = F.unfold(2 * pictures - 1, self.patch, stride=self.patch).mT  # (B, patches, channels * patch²)
-        class_token = self.start.expand(len(pictures), -1, -1)
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Return the logits (B, classes) of pictures, uint8 (B, channels, side, side)."""
+        patches = F.unfold(2 * (pixels.float() / 255) - 1, self.patch, stride=self.patch).mT
+        class_token = self.start.expand(len(pixels), -1, -1)
         x = torch.cat([class_token, self.embed(patches)], dim=1) + self.positions
         return self.head(self.norm(self.layers(x)[:, 0]))
 
 
-@dataclass
-class ViTRecipe:
-    """The settings on which the result of a run depends, apart from the sizes of the model and the pictures."""
+def train(settings: ViTSettings, pictures: Pictures) -> dict[str, Any]:
+    """Train a model. A loss that is not finite raises UserError.
 
-    attention: str  # an attention spec, for example "lln:alpha=2,beta=2"
-    seed: int  # of the initial parameters, of dropout and of the order of the pictures
-    epochs: int
-    batch: int  # pictures per update
-    lr: float  # the highest
-    weight_decay: float
-    fp16: bool
+    Returns: "history", which has an entry for the untrained model and one for each epoch (see `describe_epoch`), and
+        "test", the accuracy in percent on the test split after the last epoch.
+    """
+    valid = pictures.split("valid")
+    train_pictures = pictures.split("train")
+    torch.manual_seed(settings.seed)
+    model = ViT(settings).to(DEVICE)
+    updates = settings.epochs * math.ceil(len(train_pictures.labels) / settings.batch)
+    warmup = WARMUP * updates
 
-
-class ViTRun:
-    """Trains one model and writes DIRECTORY/result.json at the end."""
-
-    def __init__(self, directory: Path, recipe: ViTRecipe, shape: ViTShape, pictures: Pictures, device: str) -> None:
-        self.directory = directory
-        self.recipe = recipe
-        self.device = device
-        self.settings = {"recipe": asdict(recipe), "shape": asdict(shape)}
-        self.splits = {name: pictures.split(name) for name in ("train", "valid", "test")}
-        torch.manual_seed(recipe.seed)
-        name, options = parse_attention_spec(recipe.attention)
-        self.model = ViT(shape, name, **options).to(device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay)
-        self.updates = recipe.epochs * math.ceil(len(self.splits["train"].labels) / recipe.batch)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
-        self.scaler = torch.amp.GradScaler(device, enabled=recipe.fp16)
-        self.order = torch.Generator().manual_seed(recipe.seed)
-        self.history: list[dict[str, Any]] = []
-
-    def finish(self) -> dict[str, Any]:
-        """Train the model, or read the result of a finished run.
-
-        In the result, "history" has one entry for the untrained model and one for each epoch (see `_record_epoch`).
-        "test" is the accuracy in percent on the test split after the last epoch.
-        """
-        result_file = self.directory / RESULT
-        if result_file.is_file():
-            return self._read_result(result_file)
-        with progress_bar(str(self.directory), self.updates, "update", leave=True) as bar:
-            self._record_epoch(math.nan)
-            for _ in range(self.recipe.epochs):
-                self._train_epoch(bar)
-        result = {**self.settings, "history": self.history, "test": self.accuracy("test")}
-        write_bytes(result_file, (json.dumps(result, indent=1) + "\n").encode())
-        return result
-
-    @torch.no_grad()
-    def accuracy(self, split: str) -> float:
-        """Return the accuracy on a split in percent, and leave the model in evaluation mode."""
-        self.model.eval()
-        part = self.splits[split]
-        correct = 0
-        for pictures, labels in part.batches(EVALUATION_BATCH):
-            predictions = self.model(pictures.to(self.device)).argmax(dim=-1).cpu()
-            correct += int((predictions == labels).sum())
-        return 100 * correct / len(part.labels)
-
-    def _train_epoch(self, bar: tqdm) -> None:
-        """Train for one epoch and add it to the history. A loss that is not finite raises UserError."""
-        self.model.train()
-        train = self.splits["train"]
-        total = 0.0
-        for pictures, labels in train.batches(self.recipe.batch, self.order):
-            loss = self._update(pictures.to(self.device), labels.to(self.device))
-            total += loss * len(labels)
-            show_update(bar, self.schedule.last_epoch, f"{loss / math.log(2):.3f}")
-        if not math.isfinite(total):
-            raise UserError(f"{self.directory}: the loss of epoch {len(self.history)} is not finite; try a lower --lr")
-        self._record_epoch(total / len(train.labels))
-
-    def _update(self, pictures: Tensor, labels: Tensor) -> float:
-        """Make one update, with gradients clipped to norm 1, and return the cross-entropy before it in nats."""
-        self.optimizer.zero_grad()
-        with torch.autocast(self.device, torch.float16, enabled=self.recipe.fp16):
-            loss = F.cross_entropy(self.model(pictures), labels)
-        self.scaler.scale(loss).backward()
-        self.scaler.unscale_(self.optimizer)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.schedule.step()
-        return loss.item()
-
-    def _lr_factor(self, update: int) -> float:
-        """Return the learning rate of an update, counted from 0, as a fraction of the highest one."""
-        warmup = WARMUP * self.updates
+    def lr_factor(update: int) -> float:
         if update < warmup:
             return (update + 1) / warmup
-        return 0.5 * (1 + math.cos(math.pi * (update - warmup) / (self.updates - warmup)))
+        return 0.5 * (1 + math.cos(math.pi * (update - warmup) / (updates - warmup)))
 
-    def _record_epoch(self, loss: float) -> None:
-        """Add an epoch with this mean training loss in nats to the history, and leave the model in evaluation mode.
-
-        The entry has `loss`, `valid` (the accuracy in percent), `alpha_beta` (a list with a pair for each layer, or an
-        empty list for an attention without α and β) and `loss_scale` (None without fp16). For the untrained model,
-        `loss` is NaN.
-        """
-        valid = self.accuracy("valid")
-        probe, _ = next(self.splits["valid"].batches(PROBE_PICTURES))
-        with torch.no_grad(), observe(self.model) as layers:
-            self.model(probe.to(self.device))
-        pairs = [calls[0][ALPHA_BETA].tolist() for calls in layers]
-        loss_scale = self.scaler.get_scale() if self.recipe.fp16 else None
-        self.history.append(
-            {
-                "loss": loss,
-                "valid": valid,
-                "alpha_beta": [pair for pair in pairs if not math.isnan(pair[0])],
-                "loss_scale": loss_scale,
-            }
-        )
-
-    def _read_result(self, file: Path) -> dict[str, Any]:
-        """Return the history and the accuracy of a finished run. Other settings raise UserError."""
-        result = json.loads(file.read_text())
-        for group, present in self.settings.items():
-            if result[group] != present:
-                raise UserError(
-                    f"{self.directory} holds another run, with {group} {result[group]}; choose another --out"
-                )
-        return {name: result[name] for name in ("history", "test")}
+    trainer = Trainer(model, settings.lr, settings.weight_decay, lr_factor, max_norm=1.0, fp16=settings.fp16)
+    order = torch.Generator().manual_seed(settings.seed)
+    history = [describe_epoch(trainer, valid, math.nan)]
+    name = f"{settings.attention}, seed {settings.seed}"
+    with progress_bar(name, updates, "update", leave=True) as bar:
+        for epoch in range(settings.epochs):
+            shuffled = torch.randperm(len(train_pictures.labels), generator=order)
+            loss = trainer.train_epoch(batches(train_pictures[:2], settings.batch, shuffled), bar)
+            if not math.isfinite(loss):
+                raise UserError(f"{name}: the loss of epoch {epoch + 1} is not finite; try a lower --lr")
+            history.append(describe_epoch(trainer, valid, loss))
+    return {"history": history, "test": accuracy(model, pictures.split("test"))}
 
 
-class ViTExperiment:
-    """Trains every attention with every seed on one data set, and compares the results."""
+def accuracy(model: nn.Module, pictures: Pictures) -> float:
+    """Return the accuracy on pictures in percent, and leave the model in evaluation mode."""
+    predictions = predict_targets(model, batches(pictures[:2], EVALUATION_BATCH))
+    return 100 * (predictions == pictures.labels).double().mean().item()
 
-    def __init__(self, args: argparse.Namespace, pictures: Pictures) -> None:
-        self.args = args
-        self.pictures = pictures
-        self.out = Path(args.out)
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        sizes = dict(PAPER_SIZES if args.images else DIGITS_SIZES)
-        for name in sizes:
-            if getattr(args, name) is not None:
-                sizes[name] = getattr(args, name)
-        _, channels, side, _ = pictures.pixels.shape
-        self.shape = ViTShape(len(pictures.classes), channels, side, **sizes)
 
-    def run_all(self) -> None:
-        """Train every attention with every seed, then print the table and draw the figures."""
-        quarter = max(self.shape.tokens // 4, 1)
-        attentions = self.args.attentions or ["softmax", MATCHED_ATTENTION, f"linformer:projected_length={quarter}"]
-        for value in self.args.fixed:
-            attentions = [*attentions, f"{MATCHED_ATTENTION}:alpha={value:g},beta={value:g}"]
-        results = {attention: self.train_seeds(attention) for attention in attentions}
-        print(f"{self.shape}\n{accuracy_table(results)}")
-        for path in draw_vit_figures(results, self.out):
-            print(path)
+def describe_epoch(trainer: Trainer, valid: Pictures, loss: float) -> dict[str, Any]:
+    """Return the state of a training after an epoch with this mean loss in nats, NaN before the first one.
 
-    def train_seeds(self, attention: str) -> list[dict[str, Any]]:
-        """Train an attention with every seed and return the results in the order of the seeds."""
-        args = self.args
-        results = []
-        for seed in args.seeds:
-            directory = self.out / re.sub(r"[^\w.]+", "-", attention) / f"seed{seed}"
-            recipe = ViTRecipe(
-                attention,
-                seed,
-                epochs=args.epochs,
-                batch=args.batch,
-                lr=args.lr,
-                weight_decay=args.weight_decay,
-                fp16=args.fp16,
-            )
-            try:
-                run = ViTRun(directory, recipe, self.shape, self.pictures, self.device)
-            except ValueError as error:
-                raise UserError(str(error)) from error
-            results.append(run.finish())
-        return results
+    Returns: `loss`, `valid` (the accuracy in percent), `alpha_beta` (a list with a pair for each layer, or an empty
+        list for an attention without α and β) and `loss_scale` (None without fp16).
+    """
+    valid_accuracy = accuracy(trainer.model, valid)
+    with torch.no_grad(), observe(trainer.model) as layers:
+        trainer.model(valid.pixels[:PROBE_PICTURES].to(DEVICE))
+    pairs = [calls[0][ALPHA_BETA].tolist() for calls in layers]
+    return {
+        "loss": loss,
+        "valid": valid_accuracy,
+        "alpha_beta": [pair for pair in pairs if not math.isnan(pair[0])],
+        "loss_scale": trainer.scaler.get_scale() if trainer.scaler.is_enabled() else None,
+    }
+
+
+def run_experiment(args: argparse.Namespace) -> None:
+    """Train every attention with every seed, then print the table and draw the figures."""
+    pictures = load_folder_pictures(args.images, args.side) if args.images else load_digits_pictures()
+    _, channels, side, _ = pictures.pixels.shape
+    sizes = dict(PAPER_SIZES if args.images else DIGITS_SIZES)
+    for name in sizes:
+        sizes[name] = getattr(args, name) or sizes[name]
+    quarter = max(((side // sizes["patch"]) ** 2 + 1) // 4, 1)
+    attentions = args.attentions or ["softmax", MATCHED_ATTENTION, f"linformer:projected_length={quarter}"]
+    fixed = [f"{MATCHED_ATTENTION}:alpha={value:g},beta={value:g}" for value in args.fixed]
+    options = {name: getattr(args, name) for name in ("epochs", "batch", "lr", "weight_decay", "fp16")}
+    results: dict[str, list[dict[str, Any]]] = {}
+    for attention, seed in itertools.product([*attentions, *fixed], dict.fromkeys(args.seeds)):
+        settings = ViTSettings(attention, seed, len(pictures.classes), channels, side, **sizes, **options)
+        file = args.out / file_name(attention) / f"seed{seed}" / "result.json"
+        results.setdefault(attention, []).append(finish_run(file, settings, partial(train, settings, pictures)))
+    print(accuracy_table(results))
+    for path in draw_vit_figures(results, args.out):
+        print(path)
 
 
 def accuracy_table(results: dict[str, list[dict[str, Any]]]) -> str:
@@ -409,13 +298,8 @@ def accuracy_table(results: dict[str, list[dict[str, Any]]]) -> str:
     for attention, results_of_attention in results.items():
         dev = [result["history"][-1]["valid"] for result in results_of_attention]
         test = [result["test"] for result in results_of_attention]
-        rows.append((attention, format_range(dev), format_range(test), str(len(results_of_attention))))
+        rows.append((attention, mean_and_range(dev), mean_and_range(test), str(len(results_of_attention))))
     return text_table(rows)
-
-
-def format_range(values: list[float]) -> str:
-    """Return "mean (lowest to highest)" of at least one value, each with one decimal."""
-    return f"{sum(values) / len(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
 def draw_vit_figures(results: dict[str, list[dict[str, Any]]], out: Path) -> list[Path]:
@@ -447,15 +331,16 @@ def history_curves(history: list[dict[str, Any]]) -> dict[str, Curve]:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line. Repeated seeds are dropped."""
     parser = program_parser("python -m scripts.research.vit", __doc__)
-    parser.add_argument("--out", default="runs/vit", help="directory of all results (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/vit"), help="directory of all results (default: %(default)s)"
+    )
     parser.add_argument("--images", type=Path, metavar="DIR", help="one folder of pictures per class; default: digits")
     parser.add_argument("--side", type=at_least_one, help="scale and crop pictures to this side length in pixels")
     parser.add_argument(
         "--attentions",
-        nargs="+",
-        metavar="NAME[:OPTION=VALUE,...]",
+        type=matrix_attentions_argument,
+        metavar="NAME[:OPTION=VALUE,...],...",
         help="default: softmax, lln, and linformer with a quarter of the tokens",
     )
     parser.add_argument("--fixed", nargs="*", type=float, default=[], metavar="VALUE", help="fixed values of α = β")
@@ -473,21 +358,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--fp16 needs a GPU, and torch finds none")
     if args.side and not args.images:
         parser.error("--side needs --images: the digits have 8 pixels")
-    args.seeds = list(dict.fromkeys(args.seeds))
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
-
-    def program() -> None:
-        if args.images:
-            pictures = load_folder_pictures(args.images, args.side)
-        else:
-            pictures = load_digits_pictures()
-        ViTExperiment(args, pictures).run_all()
-
-    return run_main(program, "\ninterrupted; run the same command again, which keeps finished runs")
+    return run_main(
+        partial(run_experiment, args), "\ninterrupted; run the same command again, which keeps finished runs"
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import torch
 
 from lln_fairseq.attention import Context, build_attention
 from lln_fairseq.ops import reference
-from lln_fairseq.ops.dispatch import MAX_FIRST_SEGMENT
+from lln_fairseq.ops.formula import MAX_FIRST_SEGMENT
 from lln_fairseq.ops.lln import lln_diag_attention
 from tests.helpers import FLOAT32_FORWARD, random_padding, random_qkv, relative_rms
 

@@ -26,7 +26,6 @@ from lln_fairseq.__main__ import main
 from lln_fairseq.attention.context import first_segment_lengths
 from lln_fairseq.conversion import directory
 from lln_fairseq.conversion import export as export_program
-from lln_fairseq.conversion import modeling_lln_roberta as modeling
 from lln_fairseq.conversion.convert import build_checkpoint, convert
 from lln_fairseq.conversion.directory import new_directory
 from lln_fairseq.conversion.encoder import ImportedEncoder
@@ -35,7 +34,6 @@ from lln_fairseq.conversion.to_hugging_face import convert_to_hugging_face
 from lln_fairseq.conversion.write_tokenizer import convert_tokenizer, is_approximate
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
-from lln_fairseq.ops.dispatch import MAX_FIRST_SEGMENT
 from lln_fairseq.text.text_ids import TextIds
 from lln_fairseq.text.tokenizers import SentencePieceTokenizer, make_tokenizer, train_sentencepiece
 from lln_fairseq.text.vocabulary import Vocabulary, load_vocabulary, new_vocabulary
@@ -246,17 +244,6 @@ def test_first_segments_give_same_logits_with_and_without_kernels(pair_model, mo
         torch.testing.assert_close(without_mask, actual[:1], rtol=1e-5, atol=1e-5)
 
 
-def test_first_segments_are_limited_as_in_the_encoder():
-    tokens = torch.full((2, 200), 5)
-    tokens[:, 150:152] = 2
-    tokens[1, 30:32] = 2
-    mask = modeling.mark_first_segments(tokens, torch.ones_like(tokens), 2)
-    assert mask.shape == (2, 2, 200)
-    assert mask[:, 0].all()
-    assert torch.equal(mask[:, 1].sum(dim=1), first_segment_lengths(tokens, 2))
-    assert modeling.MAX_GLOBAL_TOKENS == MAX_FIRST_SEGMENT
-
-
 @pytest.mark.parametrize("has_kernels", [True, False])
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_first_segments_are_those_of_the_forward_pass_that_is_repeated(
@@ -297,8 +284,9 @@ def test_cut_pair_keeps_its_global_tokens(pair_model, sources, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     ids = tokenizer("plot " * 100, "it holds", truncation=True, return_tensors="pt")["input_ids"]
     assert ids.shape == (1, 40)
-    mask = modeling.mark_first_segments(ids, torch.ones_like(ids), 2)
-    assert mask[0, 1].sum() == 36  # <s>, the rest of the first text and </s>; then come </s> it holds </s>
+    assert first_segment_lengths(ids, 2).tolist() == [
+        36
+    ]  # <s>, the rest of the first text and </s>; then come </s> it holds </s>
     assert "(`truncation=True`), which keeps it." in (tmp_path / "out" / "README.md").read_text()
 
 

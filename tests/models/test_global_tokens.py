@@ -12,7 +12,7 @@ from lln_fairseq.analysis.probe import ablated, record_layers
 from lln_fairseq.analysis.report import measure_model
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
-from lln_fairseq.ops.dispatch import MAX_FIRST_SEGMENT
+from lln_fairseq.ops.formula import MAX_FIRST_SEGMENT
 from lln_fairseq.ops.lln import lln_diag_attention
 from lln_fairseq.training.sequence_parallel import shard_multiple
 from tests.fairseq_runs import (

@@ -41,7 +41,7 @@ def cells_by_first_word(table):
     return lines
 
 
-def test_table_and_plot_show_median_and_range_over_seeds(tmp_path):
+def test_table_and_plot_show_mean_and_range_over_seeds(tmp_path):
     write_results(tmp_path, "softmax", seed=1, losses=(9, 6.0), accuracy=0.7)
     write_results(tmp_path, "softmax", seed=2, losses=(9, 5.0), accuracy=0.9)
     write_results(tmp_path, "softmax", seed=3, losses=(9, 5.5), accuracy=0.75)
@@ -54,10 +54,10 @@ def test_table_and_plot_show_median_and_range_over_seeds(tmp_path):
     results = read_results(tmp_path, ["softmax", "lln", "elu", "cosformer"], [1, 2, 3], {"sst2": "accuracy"})
 
     cells = cells_by_first_word(comparison_table(results, [1, 2, 3]))
-    assert cells["softmax"] == "5.50 (5.00 to 6.00) 75.0 (70.0 to 90.0) 3"
+    assert cells["softmax"] == "5.50 (5.00–6.00) 78.3 (70.0–90.0) 3"
     assert cells["lln"] == "7.25 +1.250 60.0 1"
     assert cells["elu"] == "- - - 0"
-    assert cells["cosformer"] == "4.75 (4.00 to 6.25) +0.000 (-0.250 to +0.250) 50.0 (50.0 to 50.0) 3"
+    assert cells["cosformer"] == "5.00 (4.00–6.25) +0.000 (-0.250 to +0.250) 50.0 (50.0–50.0) 3"
     assert cells["(majority"] == "class) - 50.0"
     plot_losses(tmp_path / "a.png", results)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

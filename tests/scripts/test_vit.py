@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,10 +11,26 @@ from PIL import Image
 
 from lln_fairseq.attention import build_attention
 from scripts.research import vit
-from scripts.research.vit import ViTLayer, ViTRecipe, ViTRun, ViTShape, load_digits_pictures, load_folder_pictures
+from scripts.research.summaries import mean_and_range
+from scripts.research.vit import ViTLayer, ViTSettings, load_digits_pictures, load_folder_pictures
 
 SMALL = ["--layers", "1", "--width", "32", "--heads", "1", "--patch", "4", "--epochs", "2", "--lr", "0.01"]
-RECIPE = ViTRecipe("lln", seed=1, epochs=4, batch=8, lr=0.01, weight_decay=0.0, fp16=False)
+SETTINGS = ViTSettings(
+    "lln",
+    seed=1,
+    classes=2,
+    channels=3,
+    side=8,
+    patch=4,
+    layers=1,
+    width=32,
+    heads=1,
+    epochs=4,
+    batch=8,
+    lr=0.01,
+    weight_decay=0.0,
+    fp16=False,
+)
 
 
 def make_folder(path, side=8, count=8):
@@ -37,51 +54,36 @@ def one_run(pictures, out):
     return ["--images", str(pictures), "--out", str(out), *SMALL, "--attentions", "lln", "--seeds", "1"]
 
 
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    return load_folder_pictures(make_folder(tmp_path_factory.mktemp("pictures"), count=20), None)
-
-
-def make_run(directory, pictures, recipe=RECIPE):
-    shape = ViTShape(classes=2, channels=3, side=8, patch=4, layers=1, width=32, heads=1)
-    return ViTRun(directory, recipe, shape, pictures, "cpu")
-
-
 @pytest.mark.parametrize("name", ["softmax", "lln", "linformer"])
 def test_layer_adds_attention_and_mlp(name):
-    shape = ViTShape(classes=2, channels=1, side=8, patch=4, width=64, heads=2, dropout=0.0)
-    layer = ViTLayer(shape, build_attention(name, num_heads=2, head_dim=32, max_positions=5))
+    settings = replace(SETTINGS, width=64, heads=2, dropout=0.0)
+    layer = ViTLayer(settings, build_attention(name, num_heads=2, head_dim=32, max_positions=5))
     x = torch.randn(3, 5, 64)
 
-    projections = layer.qkv(layer.attention_norm(x)).chunk(3, dim=-1)
+    first = layer.attention
+    projections = first.qkv(first.norm(x)).chunk(3, dim=-1)
     q, k, v = (projection.unflatten(-1, (2, 32)).transpose(1, 2) for projection in projections)
-    attended = (layer.attention.attention_matrix(q, k) @ v).transpose(1, 2).flatten(2)
-    middle = x + layer.out(attended)
+    attended = (first.attention.attention_matrix(q, k) @ v).transpose(1, 2).flatten(2)
+    middle = x + first.out(attended)
 
     torch.testing.assert_close(layer(x), middle + layer.mlp(middle), rtol=1e-4, atol=1e-5)
 
 
-def test_run_learns(pictures, tmp_path):
-    result = make_run(tmp_path, pictures).finish()
+def test_training_learns(tmp_path):
+    result = vit.train(SETTINGS, load_folder_pictures(make_folder(tmp_path, count=20), None))
 
     assert result["test"] == 100
     assert result["history"][-1]["loss"] < result["history"][1]["loss"]
 
 
-def test_finished_run_is_not_repeated(pictures, tmp_path):
-    make_run(tmp_path, pictures).finish()
-    written = (tmp_path / "result.json").stat().st_mtime_ns
+def test_finished_run_is_not_repeated(tmp_path, monkeypatch, capsys):
+    arguments = one_run(make_folder(tmp_path / "pictures"), tmp_path / "out")
+    assert vit.main(arguments) == 0
+    monkeypatch.setattr(vit, "train", lambda *_: pytest.fail("trained again"))
 
-    make_run(tmp_path, pictures).finish()
-
-    assert (tmp_path / "result.json").stat().st_mtime_ns == written
-
-
-def test_run_rejects_changed_recipe(pictures, tmp_path):
-    make_run(tmp_path, pictures).finish()
-
-    with pytest.raises(vit.UserError, match="holds another run"):
-        make_run(tmp_path, pictures, ViTRecipe(**{**vars(RECIPE), "lr": 0.1})).finish()
+    assert vit.main(arguments) == 0
+    assert vit.main([*arguments, "--lr", "0.1"]) == 1
+    assert "was written with other settings" in capsys.readouterr().err
 
 
 def test_program_writes_results_table_and_figures(tmp_path, capsys):
@@ -97,7 +99,7 @@ def test_program_writes_results_table_and_figures(tmp_path, capsys):
         results = [json.loads(file.read_text()) for file in out.glob(f"{directory}/*/result.json")]
         assert len(results) == 2
         assert f"{attention}  " in table
-        assert vit.format_range([result["test"] for result in results]) in table
+        assert mean_and_range([result["test"] for result in results]) in table
     for figure in ("figure_9", "figure_10"):
         assert (out / f"{figure}.png").stat().st_size > 10_000
     accuracies = [row for row in read_csv(out / "figure_10.csv") if row["panel"] == "(a) accuracy by α"]

@@ -314,7 +314,7 @@ def test_python_packs_the_fields_where_c_reads_them(tmp_path, cache):
     source = tmp_path / "offsets.c"
     source.write_text(OFFSETS % ", ".join(f"offsetof(problem, {name})" for _, name in cpu.FIELDS))
 
-    library = load_library(source, D=16)
+    library = load_library(source, D=16, **cpu.CONSTANTS)
     offsets_in_c = list((ctypes.c_int64 * (len(cpu.FIELDS) + 1)).in_dll(library, "offsets"))
 
     kinds = "".join(kind for kind, _ in cpu.FIELDS)

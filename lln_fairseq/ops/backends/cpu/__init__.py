@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lln_fairseq.ops import formula
 from lln_fairseq.ops.backends.cpu.compile import CannotCompile, load_library
 from lln_fairseq.ops.dispatch import fresh_result, keep_threshold
 from lln_fairseq.ops.exchange import Exchange
@@ -27,6 +28,7 @@ from lln_fairseq.ops.moment_matching import calibration_table
 SOURCE = Path(__file__).with_name("csrc") / "attention.c"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIMS = range(16, 257, 16)
+CONSTANTS = {name: getattr(formula, name) for name in ("FLOOR", "PADDED_QUERY_LIMIT", "MIN_SIGMA", "LOG_SIGMA2_LIMIT")}
 MAX_BLOCK_SIZE = 256
 TILE_SIZE = 64  # tokens per tile for a call without blocks; otherwise a tile is a block
 NUM_LOG_SUM_ROWS = 3  # of the states, after the D rows of S: L, and the maximum and the sum from which L is computed
@@ -76,7 +78,7 @@ def _load_kernels(dim: int) -> ctypes.CDLL | str:
     The result is cached, so that a failure is logged only once, as a warning.
     """
     try:
-        library = load_library(SOURCE, D=dim)
+        library = load_library(SOURCE, D=dim, **CONSTANTS)
     except CannotCompile as error:
         logger.warning("attention on this CPU runs in PyTorch, at about half the speed: %s", error)
         return f"They could not be compiled: {error}."

@@ -26,7 +26,7 @@ class CannotCompile(Exception):
     """Raised if the library cannot be compiled or loaded. The message names the cause, such as a missing compiler."""
 
 
-def load_library(main: Path, **macros: int) -> ctypes.CDLL:
+def load_library(main: Path, **macros: int | float) -> ctypes.CDLL:
     """Load the shared library of a C file. Compile it first if it is not in the cache directory, or damaged there.
 
     Several processes may compile the library at the same time: each renames its own finished file. If the cache
@@ -35,11 +35,13 @@ def load_library(main: Path, **macros: int) -> ctypes.CDLL:
 
     Args:
         main: the C file. The library is compiled again if any .c or .h file of its directory changes.
-        macros: the preprocessor macros to define, with their values.
+        macros: the preprocessor macros to define, with their values. Floats are constants of type float.
 
     Raises: CannotCompile if no compiler is found, the compiler fails, or the library cannot be loaded.
     """
-    definitions = [f"-D{name}={value}" for name, value in macros.items()]
+    definitions = []
+    for name, value in macros.items():
+        definitions.append(f"-D{name}={value}f" if isinstance(value, float) else f"-D{name}={value}")
     command = [*_find_compiler(), *FLAGS, *definitions, str(main)]
     name = f"{main.stem}-{_digest(main.parent, command)}.so"
     folder = library_cache()

@@ -228,8 +228,8 @@ def match_moments(q: Tensor, k: Tensor, padding: Tensor | None, table: Sequence[
     """Compute α = σ̃ / (√2 σ_q) and β = σ̃ / (√2 σ_k) by moment matching; see `Backend.match_moments`.
 
     σ_q and σ_k are the population standard deviations over the features and the tokens of a sequence and head, without
-    padding tokens; at least 1e-6. log σ̃² is interpolated linearly at log s with s = σ_q² σ_k². Outside the table, the
-    nearest segment continues, up to log σ̃² = 24.
+    padding tokens; at least MIN_SIGMA. log σ̃² is interpolated linearly at log s with s = σ_q² σ_k². Outside the table,
+    the nearest segment continues, up to LOG_SIGMA2_LIMIT.
 
     Args:
         q, k: (B, H, N, D) with any strides.

@@ -53,6 +53,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)
 LLN = tl.constexpr(formula.LLN)
 DIAG = tl.constexpr(formula.DIAG)
+PADDED_QUERY_LIMIT = tl.constexpr(formula.PADDED_QUERY_LIMIT)
 JOINT = tl.constexpr(formula.JOINT)
 
 
@@ -188,8 +189,8 @@ def _load_keys(head, i_t, end, META: tl.constexpr):
 def _load_queries(head, i_t, end, META: tl.constexpr):
     """Load the queries i_t, i_t + 1, ...
 
-    A padding query is not usable if one of its numbers is NaN or has a magnitude of at least 3e4, the limit of
-    ops/formula.py. Its features are replaced by 0, which keeps it out of all sums.
+    A padding query is not usable if one of its numbers is NaN or has a magnitude of at least PADDED_QUERY_LIMIT. Its
+    features are replaced by 0, which keeps it out of all sums.
 
     Returns: o_q and True for each query that lies before `end` and is usable, both (rows,), and the queries, (rows, D).
     """
@@ -198,7 +199,7 @@ def _load_queries(head, i_t, end, META: tl.constexpr):
     b_q = _load_rows(head.q, i_t, head.stride, usable, META)
     if META.has_padding:
         padded = tl.load(head.padding + o_q, mask=usable, other=0) != 0
-        usable = usable & ~(padded & (tl.sum((~(tl.abs(b_q) < 3e4)).to(tl.int32), 1) > 0))
+        usable = usable & ~(padded & (tl.sum((~(tl.abs(b_q) < PADDED_QUERY_LIMIT)).to(tl.int32), 1) > 0))
         b_q = tl.where(usable[:, None], b_q, 0.0)
     return o_q, usable, b_q
 

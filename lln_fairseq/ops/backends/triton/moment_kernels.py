@@ -9,7 +9,11 @@ The device computes everything, so the host never waits for it. device.py explai
 import triton
 import triton.language as tl
 
+from lln_fairseq.ops import formula
 from lln_fairseq.ops.backends.triton.device import _is_real_key, _load_head, _load_rows
+
+MIN_SIGMA = tl.constexpr(formula.MIN_SIGMA)
+LOG_SIGMA2_LIMIT = tl.constexpr(formula.LOG_SIGMA2_LIMIT)
 
 
 @triton.jit
@@ -70,17 +74,17 @@ def _store_matched(
     SIZE: tl.constexpr,
     SIZE_2: tl.constexpr,
 ):
-    """Compute and store α and β of one (batch, head). Standard deviations below 1e-6 count as 1e-6.
+    """Compute and store α and β of one (batch, head). Smaller standard deviations count as MIN_SIGMA.
 
     Args:
         count: the number of elements of q, and also of k.
         square_q, square_k: Σ (x - mean)² of q and of k. If one of them is NaN, so are α and β.
     """
-    sigma_q = tl.maximum(tl.sqrt(square_q / tl.maximum(count, 1.0)), 1e-6)
-    sigma_k = tl.maximum(tl.sqrt(square_k / tl.maximum(count, 1.0)), 1e-6)
+    sigma_q = tl.maximum(tl.sqrt(square_q / tl.maximum(count, 1.0)), MIN_SIGMA)
+    sigma_k = tl.maximum(tl.sqrt(square_k / tl.maximum(count, 1.0)), MIN_SIGMA)
     log_s = 2.0 * (tl.log(sigma_q) + tl.log(sigma_k))
     log_sigma2 = _interpolate_table(log_s_table, log_sigma2_table, log_s, SIZE, SIZE_2)
-    log_sigma2 = tl.where(log_sigma2 > 24.0, 24.0, log_sigma2)  # formula.LOG_SIGMA2_LIMIT
+    log_sigma2 = tl.where(log_sigma2 > LOG_SIGMA2_LIMIT, LOG_SIGMA2_LIMIT, log_sigma2)
     half_sigma = tl.exp(0.5 * (log_sigma2 - 0.6931471805599453))  # σ̃ / √2: the constant is log 2
     tl.store(alpha + i_bh, half_sigma / sigma_q)
     tl.store(beta + i_bh, half_sigma / sigma_k)

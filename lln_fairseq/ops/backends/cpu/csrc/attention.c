@@ -2,7 +2,8 @@
 
    Each thread computes whole heads, tile by tile. The data of a tile stay in the cache of the thread's core. Only q, k,
    v, the gradient of the output and the results are as long as the sequence, and they are read or written once or
-   twice. compile.py compiles this file for one head dimension D, for example -DD=64, and for the CPU of the machine. */
+   twice. compile.py compiles this file for one head dimension D, for example -DD=64, and for the CPU of the machine. The
+   macros FLOOR, PADDED_QUERY_LIMIT, MIN_SIGMA and LOG_SIGMA2_LIMIT are those of ops/formula.py. */
 
 #include <omp.h>
 

@@ -1,8 +1,6 @@
 /* The joint form of LLN+Diag. The formulas and symbols are those of ops/formula.py and backends/torch.py. Each
    tile is a block, and block_keys.h has its keys. */
 
-static const float FLOOR = 0.0625f; /* FLOOR of ops/formula.py: the minimum of the divisor of c */
-
 /* Return a pointer to a part of L of a head: the maximum of beta k_j, or the sum of e^(beta k_j - maximum). */
 static float *key_max_of_head(const problem *p, int64_t head) { return log_sum_of_head(p, head) + D; }
 static float *key_sum_of_head(const problem *p, int64_t head) { return log_sum_of_head(p, head) + 2 * D; }

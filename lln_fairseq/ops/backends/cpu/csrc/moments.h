@@ -1,7 +1,7 @@
 /* Moment matching. The formulas are those of ops/moment_matching.py. */
 
 /* Return the population standard deviation over the features and the tokens of a head, without padding tokens; at least
-   1e-6. The sums are relative to the mean of the first token that is not padding, so that a large mean does not cost
+   MIN_SIGMA. The sums are relative to the mean of the first token that is not padding, so that a large mean does not cost
    digits. */
 static double standard_deviation(const problem *p, const view *x, int64_t head, scratch c) {
     double total = 0;
@@ -33,7 +33,8 @@ static double standard_deviation(const problem *p, const view *x, int64_t head, 
     const double count = tokens > 0 ? tokens * D : 1;
     const double mean = total / count;
     const double variance = total_square / count - mean * mean;
-    return sqrt(variance < 1e-12 ? 1e-12 : variance);
+    const double smallest = (double)MIN_SIGMA * MIN_SIGMA;
+    return sqrt(variance < smallest ? smallest : variance);
 }
 
 /* Return the value at x of a table whose points are joined by straight lines. Beyond the first and the last point, the
@@ -44,8 +45,6 @@ static double interpolate(table t, double x) {
     const double slope = ((double)t.y[right] - t.y[right - 1]) / ((double)t.x[right] - t.x[right - 1]);
     return t.y[right - 1] + slope * (x - t.x[right - 1]);
 }
-
-enum { LOG_SIGMA2_LIMIT = 24 }; /* the limit of ops/formula.py */
 
 /* Store alpha = σ̃ / (√2 σ_q) and beta = σ̃ / (√2 σ_k) of a head. */
 static void head_match_moments(const problem *p, int64_t head, scratch c) {

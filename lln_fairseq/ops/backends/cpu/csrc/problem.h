@@ -102,10 +102,10 @@ static const float *valid_tokens(const problem *p, span s, scratch c) {
     return c.valid;
 }
 
-/* Return a tile of queries, in which numbers of padding queries are 0 if they are NaN or at least 3e4 in magnitude. The
-   result is in the tensor itself if possible, otherwise in `copy`. */
+/* Return a tile of queries, in which numbers of padding queries are 0 if they are NaN or at least PADDED_QUERY_LIMIT
+   in magnitude. The result is in the tensor itself if possible, otherwise in `copy`. */
 static const float *load_queries(const view *x, span s, const float *valid, float *copy) {
-    return load_tile(x, s, valid, 3e4f, copy); /* the limit of ops/formula.py */
+    return load_tile(x, s, valid, PADDED_QUERY_LIMIT, copy);
 }
 
 /* Return a tile of keys or values, in which padding tokens are 0. */
