@@ -241,7 +241,7 @@ def test_local_global_recipe_is_trained_fine_tuned_and_predicts_longer_texts(tmp
     for path in (start, checkpoint):
         stored = load_checkpoint_lazily(str(path))["cfg"]["model"]
         names = ("attention", "block_diag_block_size", "softmax_layers", "rotary", "encoder_normalize_before")
-        assert [stored[name] for name in names] == ["block_diag", 128, "3", True, True]
+        assert [stored[name] for name in names] == ["block_diag", 64, "3", True, True]
     model, task = load_finetuned_model(str(checkpoint), str(data))
     assert attention_names(model) == ["block_diag"] * 3 + ["softmax"]
     outputs = compute_outputs(model, task, "valid")
