@@ -84,8 +84,7 @@ def linearize(args: argparse.Namespace) -> None:
     with SummaryWriter(str(args.out / "tensorboard")) as writer:
         run.train(writer)
     options = {f"{args.attention}_{key}": value for key, value in args.option.items()}
-    if progress.softmax_layers:
-        options["softmax_layers"] = format_softmax_layers(progress.softmax_layers)
+    options["softmax_layers"] = format_softmax_layers(progress.softmax_layers or ())  # also if the teacher has others
     if encoder is None:
         options["attention"] = args.attention
         teacher.write_classifier(model, task, options, args.teacher, args.data, args.out)

@@ -244,6 +244,19 @@ def test_named_layer_keeps_the_softmax_of_the_teacher(teacher, tmp_path, capsys)
     assert "is complete" in capsys.readouterr().out
 
 
+def test_softmax_layers_of_the_teacher_become_linear(teacher, tmp_path):
+    path, data = teacher
+    state = torch.load(path)
+    state["cfg"]["model"]["softmax_layers"] = "1"  # of no effect in a model with softmax in every layer
+    torch.save(state, tmp_path / "teacher.pt")
+
+    assert run(tmp_path / "teacher.pt", data, tmp_path / "out", *STUDENT, *SHORT) == 0
+
+    model, _ = load_model(str(tmp_path / "out" / "model.pt"))
+    attentions = [layer.self_attn.attention for layer in model.encoder.sentence_encoder.layers]
+    assert [type(attention).__name__ for attention in attentions] == ["LLNDiagAttention"] * 2
+
+
 def test_best_layers_are_the_nearest_to_the_teacher(teacher, tmp_path, capsys):
     path, data = teacher
     assert run(path, data, tmp_path / "out", *OPTIONS, "--softmax-layers", "best:1") == 0
