@@ -10,7 +10,6 @@ table of each head dimension.
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
 
@@ -32,14 +31,6 @@ TOLERANCE = 1e-4
 Table = list[list[float]]
 
 
-def max_deviation(table: Table, shipped: Table) -> float:
-    """Return the largest absolute difference between two tables, or infinity if they have different lengths."""
-    if [len(column) for column in table] != [len(column) for column in shipped]:
-        return math.inf
-    difference = torch.tensor(table, dtype=torch.float64) - torch.tensor(shipped, dtype=torch.float64)
-    return difference.abs().max().item()
-
-
 def write_tables(tables: dict[int, Table], path: Path) -> None:
     """Write the tables as JSON, with one line per head dimension, and replace the file."""
     lines = [f' "{dim}": {json.dumps(table)}' for dim, table in tables.items()]
@@ -59,13 +50,10 @@ def calibrate(args: argparse.Namespace) -> int:
         for column in simulate_table(dim, TOKENS, HEADS):
             table.append([round(value, DIGITS) for value in column])
         tables[dim] = table
-        difference = max_deviation(table, shipped[str(dim)])
+        difference = (torch.tensor(table) - torch.tensor(shipped[str(dim)])).abs().max().item()
         if not difference <= TOLERANCE:
             agrees = False
-        print(
-            f"D = {dim}: at most {difference:.1e} from the shipped table, {TOLERANCE:g} allowed",
-            flush=True,
-        )
+        print(f"D = {dim}: at most {difference:.1e} from the shipped table, {TOLERANCE:g} allowed", flush=True)
     if args.check:
         return 0 if agrees else 1
     write_tables(tables, TABLE_FILE)

@@ -275,7 +275,7 @@ def run_experiment(args: argparse.Namespace) -> None:
     """Train every attention with every seed, then print the table and draw the figures."""
     pictures = load_folder_pictures(args.images, args.side) if args.images else load_digits_pictures()
     _, channels, side, _ = pictures.pixels.shape
-    sizes = dict(PAPER_SIZES if args.images else DIGITS_SIZES)
+    sizes: dict[str, Any] = dict(PAPER_SIZES if args.images else DIGITS_SIZES)
     for name in sizes:
         sizes[name] = getattr(args, name) or sizes[name]
     quarter = max(((side // sizes["patch"]) ** 2 + 1) // 4, 1)

@@ -48,19 +48,3 @@ def test_program_writes_the_simulated_table(shipped):
     assert calibrate.main([]) == 0
 
     assert shipped.read_bytes() == content
-
-
-def test_written_file_has_format_of_shipped_one(tmp_path):
-    tables = json.loads(TABLE_FILE.read_text())
-
-    calibrate.write_tables(tables, tmp_path / "tables.json")
-
-    assert [int(dim) for dim in tables] == list(calibrate.HEAD_DIMS)
-    assert (tmp_path / "tables.json").read_bytes() == TABLE_FILE.read_bytes()
-
-
-def test_deviation_of_tables_with_different_lengths_is_infinite():
-    table = [[0.0, 1.0], [2.0, 3.0]]
-    shorter_table = [[0.0], [2.0]]
-
-    assert calibrate.max_deviation(table, shorter_table) == float("inf")
