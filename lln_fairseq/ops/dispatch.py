@@ -226,7 +226,7 @@ def _can_be_operator(name: str, spec: Spec, inputs: Inputs) -> bool:
 
     Global tokens and tensor subclasses do not allow it.
     """
-    if spec.max_global or not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+    if spec.max_global or not torch.compiler.is_dynamo_compiling():
         return False
     if not all(type(x) in _PLAIN_TYPES for x in inputs if x is not None):
         return False
@@ -241,23 +241,29 @@ def _is_supported_while_compiling(
     """Return True if the backend can run on tensors with these properties.
 
     torch.compile calls this function once while it traces, and treats the result as a constant. The result is always
-    False inside a transform of torch.func, such as grad or vmap.
+    False inside a transform of torch.func, such as grad or vmap, and in torch.export.
     """
-    if torch._C._are_functorch_transforms_active():
+    # The compiler of torch 2.11 takes is_exporting() for True wherever it traces, but does not trace this function.
+    if torch._C._are_functorch_transforms_active() or torch.compiler.is_exporting():
         return False
     with _disable_current_modes():
         q = torch.empty(0, 0, 0, head_dim, dtype=dtype, device=device)
         return _reason_against(name, Spec(form, block_size), q) is None
 
 
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)  # which torch.compile of torch 2.11 cannot trace
+
+
 # The effect of torch.compiler.assume_constant_result, without its import of the compiler, which takes seconds.
 _is_supported_while_compiling.__dict__["_dynamo_marked_constant"] = True
+_has_autocast.__dict__["_dynamo_marked_constant"] = True
 
 
 def autocast_disabled(x: Tensor) -> AbstractContextManager:
     """Return a context without autocast on the device of x, where it would round products to half precision."""
     device = x.device.type
-    if torch._C._is_any_autocast_enabled() and torch.amp.is_autocast_available(device):
+    if torch._C._is_any_autocast_enabled() and _has_autocast(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
 
