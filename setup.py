@@ -29,9 +29,7 @@ setup(
     # ve-fairseq, the fairseq that runs on current Pythons, has wheels for these two only.
     python_requires=">=3.11,<3.13",
     # From the lowest that has run to below the next that may break something. The whole suite runs with
-    # requirements.txt. Each torch brings a triton of its own: with 3.6 (torch 2.11) the kernels were compiled, and with
-    # 3.8 (torch 2.14) the tests of kernels and of compilation ran, too. Under torch 2.10, compiled models do not keep
-    # the kernels.
+    # requirements.txt; CONTRIBUTING.md lists what ran with others. Each torch brings a triton of its own, 3.6 to 3.8.
     install_requires=[
         "torch>=2.11,<2.15",
         'triton>=3.6,<3.9; platform_system == "Linux"',
