@@ -14,7 +14,7 @@ def disable_malloc_trim() -> None:
 
     By default, glibc returns blocks of more than 32 MB as soon as they are freed. Allocating new pages for the next
     large tensors then takes a sixth of a training step on a CPU. After this call, peak memory is 3 % higher if sequence
-    lengths stay the same and 17 % higher if they vary, and no memory is returned before the process ends.
+    lengths stay the same and up to 65 % higher if they grow, and no memory is returned before the process ends.
 
     Programs that train or benchmark call this once, before they allocate large tensors. It does nothing on systems
     other than Linux, with another C library, or if an environment variable MALLOC_... or GLIBC_TUNABLES is set.
