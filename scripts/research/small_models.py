@@ -22,9 +22,8 @@ from lln_fairseq.terminal import show_update
 from scripts.research.summaries import attentions_argument
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-Batch = Sequence[
-    Tensor
-]  # the inputs of the model, and at the end int64 targets, whose shape is that of the predictions
+# The inputs of the model and, last, int64 targets, which have the shape of the predictions.
+Batch = Sequence[Tensor]
 
 
 class AttentionLayer(nn.Module):
