@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+# Exported models ship ops/formula.py but not this file. Packages above `models` must not import from `ops`.
 from lln_fairseq.ops.formula import ROBERTA_PAIRS, ends_first_text
+from lln_fairseq.ops.formula import first_segment_lengths as first_segment_lengths
 
 # The forms of a pair of texts, by the models that have them. That of ROBERTA_PAIRS is <s> A </s></s> B </s>.
 DISTILBERT_PAIRS = "distilbert"  # <s> A </s> B </s>

@@ -18,6 +18,7 @@ from fairseq.data.data_utils import collate_tokens
 from fairseq.models import BaseFairseqModel
 from torch import Tensor, nn
 
+from lln_fairseq.attention.context import ROBERTA_PAIRS, first_segment_lengths
 from lln_fairseq.checkpoints.compatibility import check_tokenizer, is_finetuned, label_names, takes_any_inputs
 from lln_fairseq.checkpoints.pooling import POOLINGS, Pooling, pool_hidden_states, stored_pooling
 from lln_fairseq.checkpoints.reading import load_checkpoint
@@ -25,7 +26,6 @@ from lln_fairseq.checkpoints.run_tokenizer import check_vocabulary, directories
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import build_model, require_finite, set_positions, use_precision
 from lln_fairseq.models.matmul_choice import FLOAT32
-from lln_fairseq.ops.formula import ROBERTA_PAIRS, first_segment_lengths
 from lln_fairseq.text.special_symbols import MASK, NUM_SPECIAL
 from lln_fairseq.text.text_ids import (
     CHUNK_CHARACTERS,

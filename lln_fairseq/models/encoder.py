@@ -16,11 +16,10 @@ from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import Tensor, nn
 
 from lln_fairseq.attention import LAYER_REGISTRY, Attention, Context, build_layer, reject_layer_mechanism
-from lln_fairseq.attention.context import BERT_PAIRS, read_batch, second_text
+from lln_fairseq.attention.context import BERT_PAIRS, first_segment_lengths, read_batch, second_text
 from lln_fairseq.models.layer import LLNEncoderLayer
 from lln_fairseq.models.options import attention_options, parse_softmax_layers
 from lln_fairseq.models.token_shards import Shard
-from lln_fairseq.ops.formula import first_segment_lengths
 
 SOFTMAX = "softmax"  # the registered name of the attention of softmax_layers
 

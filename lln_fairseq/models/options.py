@@ -64,7 +64,7 @@ def parse_softmax_layers(value: str | int | None, layers: int | None = None) -> 
             for options in checkpoints, which always have numbers.
 
     Raises:
-        UserError: if the value has another form, a layer does not exist, or "every:N" finds fewer than N layers.
+        UserError: if the value has another form, a layer does not exist, or N of "every:N" is larger than `layers`.
     """
     if value is None or value == "":
         return ()
@@ -86,7 +86,7 @@ def parse_softmax_layers(value: str | int | None, layers: int | None = None) -> 
 
 
 def format_softmax_layers(numbers: Collection[int]) -> str | None:
-    """Return the option softmax_layers with these numbers, as checkpoints store it; None if there are none."""
+    """Return the option softmax_layers with these numbers, in their order, as in a checkpoint; None without numbers."""
     return ",".join(str(number) for number in numbers) or None
 
 

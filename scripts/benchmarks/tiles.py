@@ -41,7 +41,10 @@ SHOWN = 5  # of the fastest tiles of a kernel
 
 
 def spec_with_kernel(kernel: str) -> Spec:
-    """Return a call that launches a kernel of KERNELS. The call has moment matching, unless its form has no LLN."""
+    """Return the spec of a call that launches a kernel of KERNELS, with moment matching unless its form has no LLN.
+
+    The length of the call decides between grad_state, for a single split, and grad_state_splits.
+    """
     passes, *form = kernel.removesuffix("_long").split("_")
     block_size = LONG_BLOCK
     if kernel.endswith("_long"):
@@ -56,7 +59,7 @@ def spec_with_kernel(kernel: str) -> Spec:
 
 
 def make_call(kernel: str, length: int, args: argparse.Namespace) -> Callable[[], object]:
-    """Return a function that makes a call with this kernel, forward and backward, with inputs (B, H, N, D)."""
+    """Return a function that runs the forward and the backward pass of a call that launches this kernel."""
     spec = spec_with_kernel(kernel)
     batch = max(1, args.tokens // length)
     shape = (4, batch, args.heads, length, args.head_dim)
@@ -81,7 +84,7 @@ def make_call(kernel: str, length: int, args: argparse.Namespace) -> Callable[[]
 
 @contextmanager
 def selected_tile(kernel: str, tile: Tile) -> Iterator[None]:
-    """Use a tile for a kernel in all calls that are made inside."""
+    """Use a tile for a kernel in all calls that are made inside, with any GPU, dtype and head dimension."""
     forget_plans()
     row = {kernel: (tile,) * len(COLUMNS)}
     with patch.dict(TILES, row), patch.dict(MEASURED_ON_H200, {kernel: tile}):
@@ -90,6 +93,7 @@ def selected_tile(kernel: str, tile: Tile) -> Iterator[None]:
 
 
 def forget_plans() -> None:
+    """Clear the caches of plans, because a plan contains its tiles."""
     for function in (plan.plan_moments, plan.plan_forward, plan.plan_backward):
         function.cache_clear()
 
@@ -107,7 +111,10 @@ def why_not_compiled(kernel: str, tile: Tile, args: argparse.Namespace) -> str:
 
 
 def time_kernel(kernel: str, tiles: list[Tile], args: argparse.Namespace) -> list[tuple[Tile, list[float]]]:
-    """Return the tiles with the medians of the GPU's time in ms at each length, the fastest tile first."""
+    """Time whole calls that launch a kernel, with each of the tiles.
+
+    Returns: the tiles with the medians of the GPU's time in ms at each length. The fastest over all lengths is first.
+    """
     medians: dict[Tile, list[float]] = {tile: [] for tile in tiles}
     for length in args.lengths:
         runs = {}

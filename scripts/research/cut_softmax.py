@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lln_fairseq.attention.context import Context
+from lln_fairseq.attention.context import Context, first_segment_lengths
 from lln_fairseq.command import run_main
 from lln_fairseq.inference.evaluate import SplitOutputs, compute_scores, score_batches
 from lln_fairseq.inference.text_model import load_text_model
@@ -29,7 +29,6 @@ from lln_fairseq.linearize.attention_transfer import recorded, swapped_attention
 from lln_fairseq.linearize.task_rows import TaskRows, encoder_tokens
 from lln_fairseq.linearize.teacher import require_softmax
 from lln_fairseq.ops import reference
-from lln_fairseq.ops.formula import first_segment_lengths
 from lln_fairseq.terminal import at_least_one, program_parser, text_table
 
 SPLIT = "test"

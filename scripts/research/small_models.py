@@ -1,4 +1,4 @@
-"""What the experiments share that train small models in this process: attention, training, and files of results."""
+"""Parts of the experiments that train small models: an attention layer, a training loop, and files of results."""
 
 import argparse
 import json
@@ -46,7 +46,7 @@ class AttentionLayer(nn.Module):
 def build_layer_attentions(
     spec: str, layers: int, heads: int, head_dim: int, max_positions: int
 ) -> Iterator[Attention]:
-    """Yield the attention of each layer of a model. `spec` is an attention spec."""
+    """Yield the attention of each layer of a model, with its depth set. Wrong options raise UserError."""
     name, options = parse_attention_spec(spec)
     for layer in range(layers):
         try:
@@ -60,7 +60,7 @@ def build_layer_attentions(
 
 
 def batches(tensors: Sequence[Tensor], size: int, order: Tensor | None = None) -> Iterator[Batch]:
-    """Yield `size` rows of all tensors at a time, on the device, in the order of the indices if it is not None."""
+    """Yield `size` rows of all tensors at a time, on the device. `order` has the indices of the rows, by default all."""
     if order is None:
         order = torch.arange(len(tensors[0]))
     for rows in order.split(size):
@@ -101,7 +101,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(DEVICE, enabled=fp16)
 
     def train_epoch(self, parts: Iterable[Batch], bar: tqdm) -> float:
-        """Make an update with each batch, and return the mean loss of the rows in nats."""
+        """Make an update with each batch, advance the bar, and return the mean loss of the rows in nats."""
         self.model.train()
         total = 0.0
         count = 0
@@ -123,9 +123,10 @@ class Trainer:
 
 
 def finish_run(file: Path, settings: Any, train: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the result of `train` with the "settings", a dataclass, from the file, or train and write the file.
+    """Return the result of `train` and its settings, a dataclass, under "settings".
 
-    A file of other settings raises UserError.
+    If the file exists, they are read from it, otherwise they are written to it. UserError is raised if the file has
+    other settings.
     """
     if file.is_file():
         result = json.loads(file.read_text())

@@ -23,6 +23,7 @@ from transformers import (
 
 from lln_fairseq import load
 from lln_fairseq.__main__ import main
+from lln_fairseq.attention.context import first_segment_lengths
 from lln_fairseq.conversion import directory
 from lln_fairseq.conversion import export as export_program
 from lln_fairseq.conversion.convert import build_checkpoint, convert
@@ -33,7 +34,6 @@ from lln_fairseq.conversion.to_hugging_face import convert_to_hugging_face
 from lln_fairseq.conversion.write_tokenizer import convert_tokenizer, is_approximate
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
-from lln_fairseq.ops.formula import first_segment_lengths
 from lln_fairseq.text.text_ids import TextIds
 from lln_fairseq.text.tokenizers import SentencePieceTokenizer, make_tokenizer, train_sentencepiece
 from lln_fairseq.text.vocabulary import Vocabulary, load_vocabulary, new_vocabulary

@@ -30,7 +30,7 @@ class Tile(NamedTuple):
 
 
 # Architecture, bytes of an element, and the largest head dimension. GPUs of compute capability 8.x and 12.x use the
-# tiles of architecture 80, GPUs of 9.x and 10.x the tiles of architecture 90. float32 has small tiles because tf32x3
+# tiles of architecture 80, GPUs of 9.x to 11.x the tiles of architecture 90. float32 has small tiles because tf32x3
 # needs three operands in place of one. Its tiles are the same on both architectures.
 COLUMNS = ((80, 2, 64), (80, 2, 128), (80, 4, 64), (80, 4, 128), (90, 2, 64), (90, 2, 128))
 # The fields of the `Tile` of each kernel, in the order of COLUMNS. A name has the kernel or the pass and, if its tile
@@ -73,7 +73,11 @@ def capability(device: torch.device) -> int:
 
 
 def select_tile(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int = 0) -> Tile:
-    """Return the tile with this name for these tensors; another one for blocks of more than LONG_BLOCK tokens."""
+    """Return the tile that TILES or, with compute capability 9.0, MEASURED_ON_H200 has under this name.
+
+    Blocks of more than LONG_BLOCK tokens get that of NAME_long, if there is one. Triton's interpreter always gets the
+    same tile.
+    """
     if INTERPRETED:
         # The interpreter's time depends on the number of operations, not on their size.
         return Tile(64, 4, 1)
