@@ -60,7 +60,7 @@ def build_layer_attentions(
 
 
 def batches(tensors: Sequence[Tensor], size: int, order: Tensor | None = None) -> Iterator[Batch]:
-    """Yield `size` rows of all tensors at a time, on the device. `order` has the indices of the rows, by default all."""
+    """Yield `size` rows of all tensors at a time, on the device. `order` has the indices of the rows; default: all."""
     if order is None:
         order = torch.arange(len(tensors[0]))
     for rows in order.split(size):
