@@ -9,9 +9,10 @@ configs/model/lra.yaml, at the lengths of the Long Range Arena's tasks and their
 
 All attentions are timed in turn, repeat by repeat, and the tables show the medians. Each has a model and optimizer
 of its own in memory: give fewer --attentions if they do not fit. `softmax` is torch's fused kernel, which fairseq's own
-RoBERTa also calls with torch 2. `softmax_matrix` builds the N x N matrix, as fairseq did when the paper was written. As
-in fairseq, half precision has float32 master weights, but the loss scale of float16 is constant. Peak memory is that of
-a model alone, as torch reports it on a GPU; on a CPU it is the peak of the resident set of a child process.
+RoBERTa also calls with torch 2. `softmax_matrix` builds the N x N matrix, as fairseq did when the paper was written.
+`local_global` is the model of configs/attention/local_global.yaml. As in fairseq, half precision has float32 master
+weights, but the loss scale of float16 is constant. Peak memory is that of a model alone, as torch reports it on a GPU;
+on a CPU it is the peak of the resident set of a child process.
 
 --padding times each model also on sequences of different lengths, as `sample_break_mode: complete` makes them: with a
 mask, torch's softmax does not use its fastest kernel. The host's time, on a GPU, is that of iterations on one short
@@ -40,6 +41,7 @@ from lln_fairseq.command import run_main
 from lln_fairseq.models.presets import PRESETS
 from lln_fairseq.terminal import at_least_one, program_parser, text_table
 from lln_fairseq.training.malloc import disable_malloc_trim
+from lln_fairseq.training.recipes import CONFIGS
 from scripts.benchmarks.meter import (
     OutOfMemory,
     Spread,
@@ -54,6 +56,7 @@ from scripts.benchmarks.meter import (
 
 SOFTMAX = "softmax"
 MATRIX = "softmax_matrix"
+LOCAL_GLOBAL = "local_global"
 PAPER_ROWS = ("nystrom:conv_kernel=33", "flash:form=quadratic")  # Nyströmformer as in the paper, and FLASH-Quad
 RECIPE_ROWS = ("softmax:dropout=0.1", "lln_diag:dropout=0.1")  # with the recipes' attention dropout
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -301,17 +304,26 @@ def build_model(name: str, length: int, args: argparse.Namespace, **further: Any
     dictionary = Dictionary()
     for word in range(args.vocabulary - len(dictionary)):
         dictionary.add_symbol(str(word))
-    attention, spec_options = parse_attention_spec(SOFTMAX if name == MATRIX else name)
-    attention_dropout = spec_options.pop("dropout", args.attention_dropout)
     options = further | dict(zip(SIZE_FIELDS, PRESETS[args.preset], strict=True))
-    options |= {"attention": attention, "max_positions": length}
-    options |= {"dropout": args.dropout, "attention_dropout": attention_dropout}
-    options |= {f"{attention}_{key}": value for key, value in spec_options.items()}
+    options |= {"max_positions": length, "dropout": args.dropout, "attention_dropout": args.attention_dropout}
+    if name == LOCAL_GLOBAL:
+        options |= dict(OmegaConf.load(CONFIGS / "attention" / "local_global.yaml"))
+    else:
+        options |= spec_options(SOFTMAX if name == MATRIX else name)
     model = LLNRobertaModel.build_model(OmegaConf.create(options), SimpleNamespace(source_dictionary=dictionary))
     if name == MATRIX:
         for layer in model.encoder.sentence_encoder.layers:
             layer.self_attn.attention = MatrixSoftmax(layer.self_attn.attention)
     return model
+
+
+def spec_options(spec: str) -> dict[str, Any]:
+    """Return the model's options for an attention spec, which may have `dropout` as one more option."""
+    attention, options = parse_attention_spec(spec)
+    named = {"attention": attention}
+    if "dropout" in options:
+        named["attention_dropout"] = options.pop("dropout")
+    return named | {f"{attention}_{key}": value for key, value in options.items()}
 
 
 def train_twice(name: str, length: int, args: argparse.Namespace) -> None:
@@ -426,8 +438,8 @@ def padding_fraction(text: str) -> float:
 
 
 def model_argument(text: str) -> str:
-    """Return "softmax_matrix", or what attention_argument returns."""
-    return text if text == MATRIX else attention_argument(text)
+    """Return "softmax_matrix" or "local_global", or what attention_argument returns."""
+    return text if text in (MATRIX, LOCAL_GLOBAL) else attention_argument(text)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
