@@ -59,7 +59,7 @@ def test_long_pairs_selects_blocks_with_a_global_first_text(composed):
 def test_local_global_selects_a_local_attention_with_softmax_in_every_fourth_layer(composed):
     model = composed("pretrain", "attention=local_global").model
 
-    assert (model.attention, model.block_diag_block_size, model.softmax_layers) == ("block_diag", 64, "every:4")
+    assert (model.attention, model.window_block_size, model.softmax_layers) == ("window", 64, "every:4")
     assert model.rotary
     assert model.encoder_normalize_before
 

@@ -28,6 +28,7 @@ class BlockDiagAttention(Attention):
     """
 
     learns_transfer = False  # softmax in blocks stays the same when q and k are reparameterized
+    neighbors = 0
 
     def __init__(
         self, config: BlockDiagConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
@@ -40,8 +41,10 @@ class BlockDiagAttention(Attention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         counts, bound = select_global_tokens(self.global_tokens, context.first_lengths, context.max_first_length)
-        return block_diag_attention(q, k, v, context.padding, self.block_size, self.active_dropout, counts, bound)
+        return block_diag_attention(
+            q, k, v, context.padding, self.block_size, self.active_dropout, counts, bound, self.neighbors
+        )
 
     def attention_matrix(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         counts, _ = select_global_tokens(self.global_tokens, context.first_lengths)
-        return reference.block_diag_matrix(q, k, self.block_size, context.padding, counts)
+        return reference.block_diag_matrix(q, k, self.block_size, context.padding, counts, self.neighbors)

@@ -15,7 +15,7 @@ PIPELINES = {
     SENTENCE_VECTORS: "sentence-similarity",
 }
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-ATTENTION_OPTIONS = ("mix", "block_size", "global_tokens", "scope", "constants", "gain", "alpha", "beta")
+ATTENTION_OPTIONS = ("mix", "block_size", "neighbors", "global_tokens", "scope", "constants", "gain", "alpha", "beta")
 APPROXIMATE = (
     " - tokenizer: SentencePiece with a table that normalizes characters. `transformers` applies the table to whole\n"
     "   grapheme clusters, SentencePiece to single code points. The ids may differ if a text has combining marks\n"
@@ -69,7 +69,8 @@ def model_card(
         lines.append(
             f" - model.onnx: for batches of at least one sequence, each of 1 to {longest} tokens with its padding"
         )
-    if config.get("attention") in ("lln_diag", "block_diag") or (pooling is not None and pooling.mode == "cls"):
+    has_blocks = config.get("attention") in ("lln_diag", "block_diag", "window")
+    if has_blocks or (pooling is not None and pooling.mode == "cls"):
         lines.append(" - padding: at the right only")
     if config.get("global_tokens") == FIRST_SEGMENT:
         lines.append(SEGMENTS)
@@ -95,6 +96,8 @@ def _describe_attention(config: Mapping[str, Any]) -> str:
     name = f"Linear Log-Normal attention ({PAPER})"
     if config["attention"] == "block_diag":
         name = "softmax inside blocks of tokens"
+    if config["attention"] == "window":
+        name = "softmax over the own and neighboring blocks of tokens"
     sentence = (
         f"Its attention is `{config['attention']}`, {name}, whose cost is linear in the length of the sequence: "
         f"{', '.join(options)}."

@@ -51,18 +51,20 @@ except ImportError:
 # The names of RobertaModel.forward's arguments after attention_mask.
 ARGUMENTS = list(inspect.signature(RobertaModel.forward).parameters)[3:]
 FIRST_SEGMENT = "first_segment"
+WITHOUT_LLN = ("block_diag", "window")  # softmax inside blocks, and with the blocks beside them
 
 
 class LLNRobertaConfig(RobertaConfig):
     """The options of RoBERTa and of Linear Log-Normal attention.
 
     Args:
-        attention: "lln", "lln_diag", "block_diag" or "softmax".
+        attention: "lln", "lln_diag", "block_diag", "window" or "softmax".
         mix: the formula that combines LLN with block-diagonal softmax in lln_diag: "average" or "joint_offset".
-        block_size: tokens of a block of lln_diag and block_diag; None means the features of a head.
+        block_size: tokens of a block of lln_diag, block_diag and window; None means the features of a head.
+        neighbors: the blocks on each side that a block of window attends to.
         global_tokens: the first tokens that attend to all tokens by softmax, and that all tokens attend to, with
-            block_diag or the mix "joint_offset": "none", "first_segment" (of a pair, at most MAX_FIRST_SEGMENT), or
-            their number as text.
+            block_diag, window or the mix "joint_offset": "none", "first_segment" (of a pair, at most
+            MAX_FIRST_SEGMENT), or their number as text.
         alpha: fixed factor of the queries; None matches it to softmax's variance.
         beta: fixed factor of the keys; moment matching is used unless both alpha and beta are given.
         scope: "head" measures the standard deviations in each sequence and head, "batch" over the whole batch.
@@ -87,6 +89,7 @@ class LLNRobertaConfig(RobertaConfig):
         attention: str = "lln_diag",
         mix: str = "average",
         block_size: int | None = None,
+        neighbors: int = 0,
         global_tokens: str = "none",
         alpha: float | None = None,
         beta: float | None = None,
@@ -106,6 +109,7 @@ class LLNRobertaConfig(RobertaConfig):
         self.attention = attention
         self.mix = mix
         self.block_size = block_size
+        self.neighbors = neighbors
         self.global_tokens = global_tokens
         self.alpha = alpha
         self.beta = beta
@@ -224,7 +228,8 @@ class LLNSelfAttention(RobertaSelfAttention):
             options["global_tokens"] = global_tokens
         elif global_tokens is not None:
             options["global_tokens"] = self.largest_prefix()  # a number, so that the GPU is not waited for
-        if config.attention == "block_diag":
+        if config.attention in WITHOUT_LLN:
+            options["neighbors"] = config.neighbors
             return block_diag_attention(q, k, v, block_size=config.block_size, dropout_p=dropout, **options)
         if config.gain == "learned":
             options["alpha"], options["beta"] = self.alpha_beta(q, k, padded)
@@ -247,7 +252,7 @@ class LLNSelfAttention(RobertaSelfAttention):
         alpha = None
         beta = None
         offset = None
-        if self.config.attention != "block_diag":
+        if self.config.attention not in WITHOUT_LLN:
             alpha, beta = self.alpha_beta(q, k, padded)
             form = LLN
             if self.is_joint:
@@ -258,7 +263,8 @@ class LLNSelfAttention(RobertaSelfAttention):
         max_global = 0
         if global_tokens is not None:
             max_global = self.largest_prefix()
-        spec = Spec(form, self.config.block_size or q.shape[-1], dropout, max_global=max_global)
+        size = self.config.block_size or q.shape[-1]
+        spec = Spec(form, size, dropout, max_global=max_global, neighbors=self.config.neighbors)
         out = hybrid_formula(spec, Inputs(q, k, v, alpha, beta, offset, padded, global_tokens))
         if global_tokens is None:
             return out

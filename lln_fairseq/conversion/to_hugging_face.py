@@ -37,7 +37,7 @@ from lln_fairseq.text.special_symbols import BOS, EOS, PAD
 
 MODELING = "modeling_lln_roberta"
 # The attentions and the values of their options that the modeling file implements.
-MODELING_ATTENTIONS = ("lln", "lln_diag", "block_diag")
+MODELING_ATTENTIONS = ("lln", "lln_diag", "block_diag", "window")
 MODELING_OPTIONS = {
     "mix": ("average", "joint_offset"),
     "constants": ("calibrated", "paper"),

@@ -1,4 +1,4 @@
-"""Block-diagonal attention: softmax attention inside blocks of consecutive tokens (paper, section 4.2)."""
+"""Softmax attention inside blocks of consecutive tokens (paper, section 4.2), and with the blocks beside them."""
 
 from torch import Tensor
 
@@ -15,24 +15,30 @@ def block_diag_attention(
     dropout_p: float = 0.0,
     global_tokens: int | Tensor | None = None,
     max_global_tokens: int | None = None,
+    neighbors: int = 0,
 ) -> Tensor:
     """Compute softmax(q kᵀ / √D) v inside consecutive blocks of `block_size` tokens; the last block may be shorter.
 
     Args:
         q, k, v: (B, H, N, D) with any strides. The computation is in float32, or in float64 for float64 inputs.
-        key_padding_mask: bool (B, N), True = padded, or None. The result is 0 in a block whose keys are all padding.
+        key_padding_mask: bool (B, N), True = padded, or None. The result is 0 for queries whose keys are all padding.
         block_size: tokens in a block, at least 1. None means D, as in the code of the paper's authors.
         dropout_p: probability of dropping an attention weight, in [0, 1). torch's global generator decides which.
         global_tokens: the number of tokens at the start of every sequence that attend to all tokens, and that all
             tokens attend to. It and max_global_tokens are the arguments of `lln_diag_attention`.
+        neighbors: the number of blocks on each side whose tokens are keys of a block's queries too. With 1, a query
+            sees the tokens of three blocks, or of two in the first and the last block.
 
     Returns: (B, H, N, D) in the dtype of q. It can be differentiated any number of times, with dropout only once.
-    Raises: ValueError if a shape, dtype, device, block_size, dropout_p or global_tokens is invalid.
+    Raises: ValueError if a shape, dtype, device, block_size, dropout_p, global_tokens or neighbors is invalid.
     """
     check_inputs(q, k, v, key_padding_mask)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    if neighbors < 0:
+        raise ValueError(f"neighbors must be at least 0, got {neighbors}")
     counts, max_global = count_global_tokens(global_tokens, max_global_tokens, q, k, v)
-    spec = Spec(DIAG, check_block_size(block_size, q.shape[-1]), dropout_p, max_global=max_global)
+    size = check_block_size(block_size, q.shape[-1])
+    spec = Spec(DIAG, size, dropout_p, max_global=max_global, neighbors=neighbors)
     tensors = Inputs(q, k, v, padding=key_padding_mask, global_counts=counts)
     return attend(spec, tensors, choose_backend("auto", spec, tensors))

@@ -6,8 +6,9 @@ backends. The PyTorch backend uses the same functions for one group of heads aft
 Exported models ship this file, so it imports nothing but torch.
 
 Shapes: B sequences, H heads, N tokens, D features, G = some of the B·H heads. The blocks have T tokens, and N is
-rounded up to a multiple of T. A block also has K keys that are global tokens, as many for all blocks, though some are
-masked. A head has the attention matrix
+rounded up to a multiple of T. The keys of a block are W = (2 m + 1) T tokens: its own, and in the form Diag also those
+of its m neighbors on each side; beyond the ends of the sequence, they are masked. A block also has K keys that are
+global tokens, as many for all blocks, though some are masked. A head has the attention matrix
 
     P = A Wᵀ        W_jd = exp(β k_jd - L_d)        A_id = softmax_d(α q_id + L_d)        L_d = logsumexp_j(β k_jd)
 
@@ -31,9 +32,9 @@ For two kinds of blocks, c is set exactly, so that rounding has no influence. If
 padding lie in the block, c = 0, which is softmax attention. If all keys of the block are padding, c = 1, which is LLN
 attention.
 
-With m global tokens, the first m tokens of the sequence are keys of every block. In the definitions above, "the block"
-then stands for the block's own tokens and the first min(m, s) tokens of the sequence, where s is the position of the
-block's first token. So no key counts twice. Global queries attend to all keys by softmax, which is not part of the
+With g global tokens, the first g tokens of the sequence are keys of every block. In the definitions above, "the block"
+then stands for the block's own W tokens and the first min(g, s) tokens of the sequence, where s is the position of the
+first of the W tokens. So no key counts twice. Global queries attend to all keys by softmax, which is not part of the
 joint form: see `attend_to_all_keys`.
 
 Padding: values at padding positions are kept out of results and gradients, even if they are NaN or infinite. Keys and
@@ -93,6 +94,7 @@ class Spec:
     max_global: int = (
         0  # an upper bound of the global tokens of a sequence, at most N; only for the joint form and Diag
     )
+    neighbors: int = 0  # m, the blocks on each side whose tokens are keys of a block too; only for Diag
 
 
 class Inputs(NamedTuple):
@@ -121,6 +123,7 @@ class Heads(NamedTuple):
     padding: Tensor | None  # bool (G, N, 1), also True beyond the last token; None if there is none
     blocks: int
     block_size: int  # T
+    neighbors: int  # m
     global_padding: Tensor | None  # bool (G, blocks, K), see `global_key_padding`; None without global keys
 
 
@@ -186,7 +189,7 @@ def load_heads(spec: Spec, inputs: Inputs, group: slice = slice(None)) -> Heads:
     is_ragged = not isinstance(missing, int) or missing > 0
     q, k, v = (x.flatten(0, 1)[group].to(dtype).contiguous() for x in inputs[:3])
     padding = None
-    if inputs.padding is not None or is_ragged:
+    if inputs.padding is not None or is_ragged or spec.neighbors:
         padding = F.pad(explicit_mask(inputs.padding, inputs.q), (0, missing), value=True)
         padding = _repeat_for_heads(padding, heads)[group, :, None]
     if is_ragged:
@@ -199,7 +202,7 @@ def load_heads(spec: Spec, inputs: Inputs, group: slice = slice(None)) -> Heads:
 
     global_padding = None
     if inputs.global_counts is not None and spec.max_global:
-        global_padding = global_key_padding(spec.max_global, inputs, size, blocks)
+        global_padding = global_key_padding(spec, inputs, size, blocks)
         if global_padding is not None:
             global_padding = _repeat_for_heads(global_padding, heads)[group]
     return Heads(
@@ -212,6 +215,7 @@ def load_heads(spec: Spec, inputs: Inputs, group: slice = slice(None)) -> Heads:
         padding=padding,
         blocks=blocks,
         block_size=size,
+        neighbors=spec.neighbors,
         global_padding=global_padding,
     )
 
@@ -276,7 +280,7 @@ def _joint(heads: Heads, sums: KeySums, drop: Drop) -> Tensor:
 
 
 def outside_mass(inside: Tensor) -> Tensor:
-    """Return u (..., T, 1), clamped to [0, 1], for the part of P inside the block (..., T, T + K)."""
+    """Return u (..., T, 1), clamped to [0, 1], for the part of P inside the block (..., T, W + K)."""
     return (1 - inside.sum(dim=-1, keepdim=True)).clamp(0, 1)
 
 
@@ -307,60 +311,61 @@ def block_kinds(heads: Heads) -> BlockKinds:
 
 
 def _block_padding(heads: Heads) -> Tensor:
-    """Return the padding of the block's own keys, bool (G, blocks, 1, T), False everywhere if there is none."""
+    """Return the padding of the block's W keys, bool (G, blocks, 1, W), False everywhere if there is none."""
     padding = heads.padding
     if padding is None:
         padding = torch.zeros_like(heads.q[:, :, :1], dtype=torch.bool)
-    return split_blocks(padding, heads).mT
+    return split_keys(padding, heads, beyond=True).mT
 
 
-def count_global_keys(max_global: int, length: int, block_size: int) -> int:
-    """Return K, the number of global tokens that lie before the last block. `block_size` is at most N."""
-    if length == 0:
-        return 0
-    return min(max_global, (length - 1) // block_size * block_size)
+def count_global_keys(spec: Spec, length: int, block_size: int) -> int:
+    """Return K, the number of global tokens that lie before the W keys of the last block. `block_size` is at most N."""
+    first = (length - 1) // block_size - spec.neighbors
+    return min(spec.max_global, max(first, 0) * block_size)
 
 
-def global_key_padding(max_global: int, inputs: Inputs, block_size: int, blocks: int) -> Tensor | None:
+def global_key_padding(spec: Spec, inputs: Inputs, block_size: int, blocks: int) -> Tensor | None:
     """Return, for every block, which of the first K tokens of the sequence are not global keys of that block.
 
-    True marks a token that is padding, is not global, or does not lie before the block. K is at most `max_global`.
+    True marks a token that is padding, is not global, or does not lie before the block's W keys. K is at most
+    `spec.max_global`.
 
     Returns: bool (B, blocks, K), or None if no block has a global key.
     """
     length = inputs.q.shape[2]
+    max_global = spec.max_global
     assert inputs.global_counts is not None
     if isinstance(length, int):
-        max_global = count_global_keys(max_global, length, block_size)
+        max_global = count_global_keys(spec, length, block_size)
         if max_global == 0:
             return None
     token = torch.arange(max_global, device=inputs.q.device)
-    block_start = block_size * torch.arange(blocks, device=inputs.q.device)
+    first_key = block_size * (torch.arange(blocks, device=inputs.q.device) - spec.neighbors)
     padding = first_rows(explicit_mask(inputs.padding, inputs.q)[..., None], max_global)[..., 0]
     excluded = padding | (token >= inputs.global_counts[:, None])
-    return excluded[:, None] | (token >= block_start[:, None])
+    return excluded[:, None] | (token >= first_key[:, None])
 
 
 def probabilities(heads: Heads) -> Tensor:
-    """Compute the softmax Diag over the keys of each block, (G, blocks, T, T + K); 0 for padding keys."""
+    """Compute the softmax Diag over the keys of each block, (G, blocks, T, W + K); 0 for padding keys."""
     scores = key_products(heads.q, heads.k, heads, mask_value=torch.finfo(heads.q.dtype).min)
     p = (scores / math.sqrt(heads.q.shape[-1])).softmax(dim=-1)
     return mask_keys(p, heads, 0.0)
 
 
 def key_products(x: Tensor, y: Tensor, heads: Heads, mask_value: float = 0.0) -> Tensor:
-    """Return x_iᵀ y_j for every query i and every key j of its block, (G, blocks, T, T + K).
+    """Return x_iᵀ y_j for every query i and every key j of its block, (G, blocks, T, W + K).
 
     x and y are (G, N, D). The K global keys of the block come last. Padding keys have the mask value.
     """
-    products = split_blocks(x, heads) @ split_blocks(y, heads).mT
+    products = split_blocks(x, heads) @ split_keys(y, heads).mT
     if heads.global_padding is not None:
         products = torch.cat((products, split_blocks(x @ _global_rows(y, heads).mT, heads)), dim=-1)
     return mask_keys(products, heads, mask_value)
 
 
 def mask_keys(products: Tensor, heads: Heads, value: float) -> Tensor:
-    """Return products (G, blocks, T, T + K) with this value for padding and for masked global keys.
+    """Return products (G, blocks, T, W + K) with this value for padding and for masked global keys.
 
     If there are none, the result is `products` itself.
     """
@@ -374,8 +379,9 @@ def mask_keys(products: Tensor, heads: Heads, value: float) -> Tensor:
 
 def times_keys(weights: Tensor, y: Tensor, heads: Heads) -> Tensor:
     """Return Σ_j weights_ij y_j over the keys j of the block of every query i, (G, N, D), for y (G, N, D)."""
-    size = heads.block_size
-    out = (weights[..., :size] @ split_blocks(y, heads)).flatten(1, 2)
+    keys = split_keys(y, heads)
+    size = keys.shape[2]
+    out = (weights[..., :size] @ keys).flatten(1, 2)
     if heads.global_padding is not None:
         out = out + weights[..., size:].flatten(1, 2) @ _global_rows(y, heads)
     return out
@@ -400,6 +406,18 @@ def first_rows(x: Tensor, number: int) -> Tensor:
 def split_blocks(x: Tensor, heads: Heads) -> Tensor:
     """Split the tokens of x (G, N, D) into blocks, (G, blocks, T, D)."""
     return x.unflatten(1, (heads.blocks, heads.block_size))
+
+
+def split_keys(x: Tensor, heads: Heads, beyond: float = 0.0) -> Tensor:
+    """Return the W tokens of x (G, N, D) that are keys of each block, (G, blocks, W, D).
+
+    There is the value `beyond` where the sequence has no token.
+    """
+    blocks = split_blocks(x, heads)
+    if not heads.neighbors:
+        return blocks
+    padded = F.pad(blocks, (0, 0, 0, 0, heads.neighbors, heads.neighbors), value=beyond)
+    return torch.cat([padded[:, i : i + heads.blocks] for i in range(2 * heads.neighbors + 1)], dim=2)
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None = None, dropout_p: float = 0.0) -> Tensor:

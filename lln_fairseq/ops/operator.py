@@ -18,7 +18,7 @@ from lln_fairseq.ops.formula import DIAG, Inputs, Spec
 def compiled_attention(spec: Spec, inputs: Inputs, backend: str) -> Tensor:
     """Compute a call under torch.compile. The seed is an input, so that recomputing the pass drops the same weights."""
     q, k, v, alpha, beta, offset, padding, _, seed = inputs
-    settings = (spec.form, spec.block_size, spec.dropout, spec.matched, backend)
+    settings = (spec.form, spec.block_size, spec.dropout, spec.matched, spec.neighbors, backend)
     return torch.ops.lln_fairseq.hybrid_attention(q, k, v, alpha, beta, offset, padding, seed, *settings)[0]
 
 
@@ -36,6 +36,7 @@ def _forward(
     block_size: int,
     dropout: float,
     matched: bool,
+    neighbors: int,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Return the output, α and β, and the tensors that the backend saves for the backward pass.
@@ -43,7 +44,7 @@ def _forward(
     An operator must not return its inputs, nor None. So α and β are returned as copies, or as empty tensors without
     LLN.
     """
-    spec = Spec(form, block_size, dropout, matched)
+    spec = Spec(form, block_size, dropout, matched, neighbors=neighbors)
     inputs = Inputs(q, k, v, alpha, beta, offset, padding, seed=seed)
     out, used_alpha, used_beta, saved = load_backend(backend).forward(spec, inputs)
     if form == DIAG:
@@ -61,8 +62,10 @@ def _forward_shapes(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, *other_inputs: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Return empty tensors with the shapes, dtypes and strides of `_forward`'s results, for tracing."""
-    form, block_size, dropout, matched, backend = other_inputs[3:]
-    results, saved = load_backend(backend).allocate(Spec(form, block_size, dropout, matched), q, k, v)
+    form, block_size, dropout, matched, neighbors, backend = other_inputs[3:]
+    results, saved = load_backend(backend).allocate(
+        Spec(form, block_size, dropout, matched, neighbors=neighbors), q, k, v
+    )
     if form == DIAG:
         return results[0], q.new_empty(0), q.new_empty(0), list(saved)
     matched_scalar = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -88,10 +91,11 @@ def _backward(
     block_size: int,
     dropout: float,
     matched: bool,
+    neighbors: int,
     backend: str,
 ) -> list[Tensor]:
     """Return the gradients of q, k, v, α, β and the offset; an empty tensor for one that is not needed."""
-    spec = Spec(form, block_size, dropout, matched)
+    spec = Spec(form, block_size, dropout, matched, neighbors=neighbors)
     inputs = Inputs(q, k, v, alpha, beta, offset, padding, seed=seed)
     gradients = load_backend(backend).backward(spec, inputs, saved, grad, needed)
     return [q.new_empty(0) if x is None else x for x in gradients]
@@ -102,8 +106,9 @@ def _backward_shapes(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, *other_inputs: Any
 ) -> list[Tensor]:
     """Return empty tensors with the shapes, dtypes and strides of `_backward`'s results, for tracing."""
-    needed, form, block_size, dropout, matched, backend = other_inputs[4:]
-    results, _ = load_backend(backend).allocate(Spec(form, block_size, dropout, matched), q, k, v)
+    needed, form, block_size, dropout, matched, neighbors, backend = other_inputs[4:]
+    spec = Spec(form, block_size, dropout, matched, neighbors=neighbors)
+    results, _ = load_backend(backend).allocate(spec, q, k, v)
     gradients = list(results)
     for need in needed:
         if need:

@@ -70,13 +70,14 @@ def block_diag_matrix(
     block_size: int,
     padding: Tensor | None = None,
     global_tokens: int | Tensor | None = None,
+    neighbors: int = 0,
 ) -> Tensor:
     """Return the matrix of softmax attention inside blocks of `block_size` tokens (paper, section 4.2).
 
-    Entries whose query and key lie in different blocks are 0, unless one of them is a global token. The last block may
-    be shorter.
+    Entries whose query and key lie in blocks more than `neighbors` apart are 0, unless one of them is a global token.
+    The last block may be shorter.
     """
-    inside, is_global = _inside(q, block_size, global_tokens)
+    inside, is_global = _inside(q, block_size, global_tokens, neighbors)
     return softmax_matrix(q, k, padding, inside | is_global.mT)
 
 
@@ -125,13 +126,15 @@ def joint_matrix(
     return torch.where(is_global.mT, softmax_matrix(q, k, padding), matrix)
 
 
-def _inside(q: Tensor, block_size: int, global_tokens: int | Tensor | None) -> tuple[Tensor, Tensor]:
+def _inside(
+    q: Tensor, block_size: int, global_tokens: int | Tensor | None, neighbors: int = 0
+) -> tuple[Tensor, Tensor]:
     """Return which keys count as inside a query's block, (B or 1, 1, N, N), and which are global, (B or 1, 1, 1, N)."""
     token = torch.arange(q.shape[-2], device=q.device)
     block = token // block_size
     number = torch.as_tensor(0 if global_tokens is None else global_tokens, device=q.device)
     is_global = token < number.reshape(-1, 1, 1, 1)
-    return (block[:, None] == block[None, :]) | is_global, is_global
+    return ((block[:, None] - block[None, :]).abs() <= neighbors) | is_global, is_global
 
 
 def kernel_matrix(phi_q: Tensor, phi_k: Tensor, padding: Tensor | None = None) -> Tensor:

@@ -7,8 +7,7 @@
 
 The attention `decay` has the matrix P_ij = w_ij λ^|i-j| / Σ_l w_il λ^|i-l|, in which every head learns its own
 λ = exp(-1 / τ). Its option `weights` chooses w, see WEIGHTS. It computes all N² weights, because it is made to be
-measured: it is registered by this program only, and the package does not have it. So is the attention `window` of
-scripts.research.window.
+measured: it is registered by this program only, and the package does not have it.
 
 `characters` trains a model for each attention and each seed, in OUT/ATTENTION/seedN, and writes the validation losses
 in bits and the τ that the heads have learned to a file in --results. The last part of OUT names the group of these
@@ -37,7 +36,7 @@ from lln_fairseq import __main__ as lln_program
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.attention import ATTENTION_REGISTRY
 from lln_fairseq.attention.context import NO_CONTEXT, Context
-from lln_fairseq.attention.registry import Attention, RegistryEntry, option, parse_attention_spec, register_attention
+from lln_fairseq.attention.registry import Attention, option, parse_attention_spec, register_attention
 from lln_fairseq.command import run_main
 from lln_fairseq.errors import UserError
 from lln_fairseq.ops.formula import clear_padding
@@ -48,7 +47,6 @@ from scripts.research import recall
 from scripts.research.programs import write_result
 from scripts.research.summaries import markdown, mean_and_range, read_results, save, select
 from scripts.research.units import RESULTS
-from scripts.research.window import WINDOW, WindowAttention, WindowConfig
 from scripts.training import call_logged, train_words
 
 DECAY = "decay"
@@ -174,10 +172,10 @@ def measure_characters(
 
 
 def attention_words(spec: str) -> list[str]:
-    """Return the Hydra overrides that select an attention, also of a prototype, which has no file in configs/."""
+    """Return the Hydra overrides that select an attention, also `decay`, which has no file in configs/."""
     name, options = parse_attention_spec(spec)
     settings = [f"model.{name}_{key}={value}" for key, value in options.items()]
-    if name in PROTOTYPES:
+    if name == DECAY:
         return ["attention=softmax", f"model.attention={name}", *(f"+{setting}" for setting in settings)]
     return [f"attention={name}", *settings]
 
@@ -229,23 +227,18 @@ def losses_table(runs: Sequence[dict[str, Any]]) -> str:
     return markdown(rows)
 
 
-PROTOTYPES = {DECAY: RegistryEntry(DecayAttention, DecayConfig), WINDOW: RegistryEntry(WindowAttention, WindowConfig)}
-
-
 @contextmanager
-def registered_prototypes() -> Iterator[None]:
-    """Register the attentions of PROTOTYPES in the `with` block only, because other code lists the registry."""
-    for name, entry in PROTOTYPES.items():
-        register_attention(name, entry.config)(entry.cls)
+def registered_decay() -> Iterator[None]:
+    """Register the attention "decay" in the `with` block only, because other code lists the registry."""
+    register_attention(DECAY, DecayConfig)(DecayAttention)
     try:
         yield
     finally:
-        for name in PROTOTYPES:
-            del ATTENTION_REGISTRY[name]
+        del ATTENTION_REGISTRY[DECAY]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    with registered_prototypes():
+    with registered_decay():
         return run_command(list(sys.argv[1:] if argv is None else argv))
 
 

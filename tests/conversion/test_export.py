@@ -169,7 +169,11 @@ LLN_MODELS = {
     "lln_diag long global": (*GLOBAL, "--lln-diag-global-tokens", "200"),
     "block_diag": DIAG,
     "block_diag global": (*DIAG, "--block-diag-global-tokens", "11"),
-    "block_diag rotary pre-norm": (*DIAG, "--rotary", *PRE_NORM, "--softmax-layers", "every:2"),
+    "window global": ("--window-block-size", 8, "--window-global-tokens", "11"),
+    "window rotary pre-norm": (
+        *("--window-block-size", 8, "--window-neighbors", 2),
+        *("--rotary", *PRE_NORM, "--softmax-layers", "every:2"),
+    ),
     "lln rotary": ("--rotary", "--rotary-base", 500),
     "softmax rotary": ("--rotary", "--rotary-base", 500),
     "softmax pre-norm": PRE_NORM,
@@ -333,7 +337,7 @@ def test_mask_that_differs_between_queries_is_rejected(pretrain, tmp_path):
         model(torch.full((1, 5), 7), attention_mask=torch.ones(1, 5, 5).tril())
 
 
-@pytest.mark.parametrize("attention", ["lln_diag", "block_diag"])
+@pytest.mark.parametrize("attention", ["lln_diag", "window"])
 def test_attentions_and_head_mask_are_rejected(attention, pretrain, tmp_path):
     export(pretrain("--attention", attention), tmp_path / "out")
     tokens = torch.full((1, 5), 7)

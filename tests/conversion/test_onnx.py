@@ -28,7 +28,7 @@ ONE_LAYER = ("--encoder-layers", 1)  # the exporter takes seconds for each layer
 BLOCKS = ("--lln-diag-block-size", 8)
 DIAG = ("--block-diag-block-size", 8)
 ROTARY = ("--rotary", "--encoder-normalize-before")
-LOCAL_GLOBAL = (*DIAG, *ROTARY, "--encoder-layers", 2, "--softmax-layers", "every:2")
+LOCAL_GLOBAL = ("--window-block-size", 8, *ROTARY, "--encoder-layers", 2, "--softmax-layers", "every:2")
 JOINT = (*BLOCKS, "--lln-diag-mix", "joint_offset")
 MODELS = {
     "softmax": ("--encoder-layers", 2),
@@ -41,7 +41,8 @@ MODELS = {
     "block_diag segment": (*DIAG, "--block-diag-global-tokens", "first_segment", "--max-positions", 300),
     "softmax rotary pre-norm": (*ROTARY, "--encoder-layers", 2),
     "lln_diag rotary pre-norm": (*JOINT, *ROTARY),
-    "block_diag rotary pre-norm": LOCAL_GLOBAL,
+    "window rotary pre-norm": LOCAL_GLOBAL,
+    "window segment": ("--window-block-size", 8, "--window-global-tokens", "first_segment", "--max-positions", 300),
     "lln_diag batch": (*BLOCKS, "--lln-diag-scope", "batch"),
 }
 
@@ -134,7 +135,7 @@ def test_onnx_work_is_linear_in_the_length(global_tokens, pretrain, tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("options", "products"),  # the classifier has two float products with weights
-    [(ONE_LAYER, (6, 2, 4)), (("--attention", "block_diag", *LOCAL_GLOBAL), (12, 2, 4))],
+    [(ONE_LAYER, (6, 2, 4)), (("--attention", "window", *LOCAL_GLOBAL), (12, 2, 4))],
 )
 def test_onnx_classifier_gives_same_logits(options, products, tmp_path, monkeypatch, capsys):
     data = make_classification(tmp_path / "data")

@@ -33,7 +33,7 @@ LAYOUTS = {  # functions that return the same values in another memory layout
 
 CASES = st.fixed_dictionaries(
     {
-        "function": st.sampled_from(["lln", "lln_diag", "joint", "block_diag"]),
+        "function": st.sampled_from(["lln", "lln_diag", "joint", "block_diag", "window"]),
         "dtype": st.sampled_from([torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16]),
         "backend": st.sampled_from(["cpu", "torch"]),  # "cpu" only if its kernels accept the tensors
         "batch": st.integers(1, 3),
@@ -42,7 +42,7 @@ CASES = st.fixed_dictionaries(
         "dim": st.sampled_from([1, 3, 8, 16, 32, 40, 64]),
         "block_size": st.sampled_from([1, 5, 16, 50, 64]),
         "offset": st.floats(-3, 3),
-        "global_tokens": st.sampled_from([0, 0, 1, 17, 100]),  # only in the joint form
+        "global_tokens": st.sampled_from([0, 0, 1, 17, 100]),  # only in the joint form and the window
         "scale": st.sampled_from([0.05, 1.0, 3.0]),
         "padding": st.none() | st.floats(0, 1),  # the share of padded tokens; None for no mask
         "garbage": st.sampled_from([None, torch.nan, torch.inf, -torch.inf, 1e4]),  # in padded tokens
@@ -60,6 +60,9 @@ def run(case, q, k, v, alpha, beta, mask):
         backend = "torch"
     if case.function == "block_diag":
         return block_diag_attention(q, k, v, mask, case.block_size)
+    if case.function == "window":
+        tokens = min(case.global_tokens, q.shape[2])
+        return block_diag_attention(q, k, v, mask, case.block_size, 0.0, tokens, neighbors=2)
     if case.function == "lln":
         return lln_attention(q, k, v, alpha, beta, mask, backend)
     mix = {}
@@ -72,6 +75,8 @@ def oracle(case, q, k, v, alpha, beta, mask):
     """Compute what `run` should return, from the quadratic attention matrix."""
     if case.function == "block_diag":
         return reference.block_diag_matrix(q, k, case.block_size, mask) @ v
+    if case.function == "window":
+        return reference.block_diag_matrix(q, k, case.block_size, mask, case.global_tokens, neighbors=2) @ v
     if case.function == "lln":
         return reference.lln_matrix(q, k, alpha, beta, mask) @ v
     if case.function == "lln_diag":

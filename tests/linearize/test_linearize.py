@@ -152,7 +152,7 @@ def test_rotary_pre_norm_teacher(rotary_teacher, tmp_path, capsys):
 
 def test_blocks_keep_positions_and_norms_of_the_teacher(rotary_teacher, tmp_path, capsys):
     path, data = rotary_teacher
-    blocks = ("--attention", "block_diag", "--option", "block_size=8", "--softmax-layers", "every:2")
+    blocks = ("--attention", "window", "--option", "block_size=8", "--softmax-layers", "every:2")
 
     assert run(path, data, tmp_path / "out", *blocks, *SHORT, "--distill", 2) == 0
 
@@ -160,7 +160,7 @@ def test_blocks_keep_positions_and_norms_of_the_teacher(rotary_teacher, tmp_path
     model, _ = load_model(str(tmp_path / "out" / "model.pt"))
     assert (model.args.rotary, model.args.encoder_normalize_before) == (True, True)
     attentions = [type(layer.self_attn.attention).__name__ for layer in model.encoder.sentence_encoder.layers]
-    assert attentions == ["BlockDiagAttention", "SoftmaxAttention"]
+    assert attentions == ["WindowAttention", "SoftmaxAttention"]
     assert features(model).isfinite().all()
 
 

@@ -296,6 +296,7 @@ READERS = {
     "joint": FIRST_SEGMENT,
     "checkpointing": FIRST_SEGMENT | {"checkpoint_activations": True},
     "blocks": dict(attention="block_diag", block_diag_block_size=8, block_diag_global_tokens="first_segment"),
+    "window": dict(attention="window", window_block_size=8, window_global_tokens="first_segment"),
     "softmax layer": FIRST_SEGMENT | {"softmax_layers": "1"},
     "average": {"attention": "lln_diag"},
     "rotary": FIRST_SEGMENT | {"rotary": True, "no_token_positional_embeddings": True},

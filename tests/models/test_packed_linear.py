@@ -299,7 +299,7 @@ def packed_copy(model):
         {"feed_forward_tokens": 8},
         {"softmax_layers": "1"},
         {"rotary": True},
-        {"attention": "block_diag", "softmax_layers": "1", "rotary": True, "encoder_normalize_before": True},
+        {"attention": "window", "softmax_layers": "1", "rotary": True, "encoder_normalize_before": True},
     ],
     ids=str,
 )

@@ -409,6 +409,7 @@ class Model(torch.nn.Module):
         ("lln_diag", {"mix": "joint_offset"}),
         ("lln_diag", {"mix": "joint_offset", "global_tokens": GLOBAL_TOKENS}),
         ("block_diag", {}),
+        ("window", {"block_size": 16}),
         ("performer", {}),
     ],
 )
@@ -461,6 +462,7 @@ def test_scratch_of_inference_mode_can_be_used_outside_it():
 
 ATTENTIONS = {
     "block_diag": lambda q, k, v: block_diag_attention(q, k, v, None, BLOCK),
+    "window": lambda q, k, v: block_diag_attention(q, k, v, None, BLOCK, neighbors=1),
     "lln": lln_attention,
     "lln_diag": lln_diag_attention,
     "global": lambda q, k, v: lln_diag_attention(q, k, v, mix="joint_offset", global_tokens=GLOBAL_TOKENS),

@@ -65,6 +65,7 @@ def compiler():
         ("lln_diag", {"constants": "paper"}, "aot_eager"),
         ("lln", {"scope": "batch", "gain": "learned"}, "aot_eager"),
         ("block_diag", {}, "aot_eager"),
+        ("window", {"block_size": 16}, "aot_eager"),
     ],
 )
 def test_compiled_mechanism_equals_eager_execution(name, options, backend, padded):

@@ -237,6 +237,7 @@ def build_model(*model_options):
     ("model_options", "message"),
     [
         (("--attention", "softmax"), "attention softmax cannot split a sequence across workers"),
+        (("--attention", "window"), "attention window .*cannot split a sequence across workers"),
         (("--attention", "performer"), "attention performer with .* cannot split a sequence across workers"),
         (
             ("--lln-diag-mix", "joint_offset"),

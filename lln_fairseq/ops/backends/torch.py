@@ -306,12 +306,23 @@ def _softmax_backward(grad: Tensor, p: Tensor) -> Tensor:
 
 def _transposed_product(weights: Tensor, x: Tensor, heads: Heads) -> Tensor:
     """Return Σ_i weights_ij x_i over the queries i of the blocks that have the key j, (G, N, D), for x (G, N, D)."""
-    size = heads.block_size
-    out = (weights[..., :size].mT @ formula.split_blocks(x, heads)).flatten(1, 2)
-    if heads.global_padding is not None:
-        num_global = heads.global_padding.shape[-1]
+    num_global = 0 if heads.global_padding is None else heads.global_padding.shape[-1]
+    size = weights.shape[-1] - num_global
+    out = _add_up_keys(weights[..., :size].mT @ formula.split_blocks(x, heads), heads).flatten(1, 2)
+    if num_global:
         out[:, :num_global] += weights[..., size:].flatten(1, 2).mT @ x
     return out
+
+
+def _add_up_keys(terms: Tensor, heads: Heads) -> Tensor:
+    """Add up what the blocks give to their W keys, (G, blocks, W, D), for each token, (G, blocks, T, D)."""
+    neighbors = heads.neighbors
+    if not neighbors:
+        return terms
+    total = terms.new_zeros(terms.shape[0], heads.blocks + 2 * neighbors, heads.block_size, terms.shape[3])
+    for i, part in enumerate(terms.split(heads.block_size, dim=2)):
+        total[:, i : i + heads.blocks] += part
+    return total[:, neighbors : neighbors + heads.blocks]
 
 
 def with_joined_heads(inputs: Inputs) -> Inputs:
@@ -341,7 +352,8 @@ def head_groups(inputs: Inputs, columns: int) -> Iterator[slice]:
 
 def _groups(spec: Spec, inputs: Inputs) -> Iterator[slice]:
     length, dim = inputs.q.shape[2:]
-    return head_groups(inputs, max(dim, min(spec.block_size, length) + spec.max_global))
+    keys = (2 * spec.neighbors + 1) * min(spec.block_size, length)
+    return head_groups(inputs, max(dim, keys + spec.max_global))
 
 
 def load_gradient(grad: Tensor, heads: Heads, group: slice) -> Tensor:

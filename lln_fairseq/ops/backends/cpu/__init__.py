@@ -43,7 +43,7 @@ POINTERS = ("padding", "alpha", "beta", "states", "grad_alpha", "grad_beta", "of
 # fields are packed at once, because Python takes a tenth of the time of a call for 512 tokens.
 FIELDS = [
     *(("q", name) for name in ("batches", "heads", "tokens", "tile_size", "threads")),
-    *(("q", name) for name in ("keep_threshold", "joint", "max_global")),
+    *(("q", name) for name in ("keep_threshold", "joint", "max_global", "reach")),
     ("Q", "seed"),
     ("d", "lln_weight"),
     ("d", "diag_weight"),
@@ -82,17 +82,17 @@ def _load_kernels(dim: int) -> ctypes.CDLL | str:
     except CannotCompile as error:
         logger.warning("attention on this CPU runs in PyTorch, at about half the speed: %s", error)
         return f"They could not be compiled: {error}."
-    library.scratch_floats.argtypes = [ctypes.c_int64, ctypes.c_int64]
+    library.scratch_floats.argtypes = [ctypes.c_int64] * 3
     library.scratch_floats.restype = ctypes.c_int64
     return library
 
 
 @functools.cache
-def _scratch_floats(dim: int, tile_size: int, max_global: int) -> int:
+def _scratch_floats(dim: int, tile_size: int, reach: int, max_global: int) -> int:
     """Return the number of floats of scratch memory that one thread needs."""
     library = _load_kernels(dim)
     assert isinstance(library, ctypes.CDLL)  # reason_against has been asked before
-    return library.scratch_floats(tile_size, max_global)
+    return library.scratch_floats(tile_size, reach, max_global)
 
 
 _threads_started = False  # True once a kernel has used several threads, in this process or the one it was forked from
@@ -132,9 +132,10 @@ def _call_kernel(
     global _threads_started
     batch, heads, tokens, dim = views[0].shape
     tile_size = TILE_SIZE if spec.form == LLN else max(1, min(spec.block_size, tokens))
+    reach = spec.neighbors * tile_size
     threads = torch.get_num_threads()
     _threads_started |= threads > 1
-    floats = threads * _scratch_floats(dim, tile_size, spec.max_global)
+    floats = threads * _scratch_floats(dim, tile_size, reach, spec.max_global)
     scratch = getattr(THREAD, "scratch", None)
     if scratch is None or scratch.numel() < floats:
         scratch = torch.empty(floats, dtype=torch.float32, device="cpu")
@@ -145,7 +146,7 @@ def _call_kernel(
         threshold = keep_threshold(spec.dropout)
         seed = int(inputs.seed)  # type: ignore[arg-type]
     values: list[float] = [batch, heads, tokens, tile_size, threads]
-    values += [threshold, spec.form == JOINT, spec.max_global, seed, *WEIGHTS[spec.form]]
+    values += [threshold, spec.form == JOINT, spec.max_global, reach, seed, *WEIGHTS[spec.form]]
     contiguous = [None if x is None else x.contiguous() for x in pointers]  # keeps copies alive until the call ends
     for x in contiguous:
         values.append(0 if x is None else x.data_ptr())

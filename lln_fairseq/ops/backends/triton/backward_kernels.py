@@ -18,10 +18,10 @@ The kernels, in the order of their launches:
     joint form     _backward_kernel with QUERIES   reads q, k, v, do; writes dq, dα, the gradient of o, and query_stats
     with LLN       _grad_state_kernel              reads q, do; writes dS and g of each split; for LLN also dq and dα
     with LLN       _combine_grad_state_kernel      adds up the splits; launched only if there are several
-    global tokens  _global_keys_kernel             reads q, do; writes what queries of later chunks add to global keys
+    global tokens  _global_keys_kernel             reads q, do; writes what far queries add to global keys
     LLN            _backward_kernel with KEYS      reads k, v; writes dk, dv and dβ
     block-diagonal _backward_kernel with both      reads q, k, v, do; writes dq, dk, dv; as the joint form's two kernels
-                                                   if there are global tokens
+                                                   if there are global tokens or keys of neighboring blocks
     joint form     _backward_kernel with KEYS      reads q, k, v, do; writes dk, dv and dβ
     average        _backward_kernel with both      reads q, k, v, do; writes dq, dk, dv, dα and dβ
 
@@ -46,6 +46,7 @@ from lln_fairseq.ops.backends.triton.block_functions import (
     _count_key_rows,
     _dropout_scale,
     _find_pairs,
+    _first_reached,
     _load_chunk_keys,
     _load_inverse_total,
     _log_sum_exp,
@@ -556,7 +557,18 @@ def _key_pass(
         b_dw = tl.zeros([ROWS, D], tl.float32)
         if META.form != LLN:
             b_dv, b_block_dk, b_dw = _sum_over_queries(
-                head, state, query_stats, tile_stats, b_k, b_v, o_k, real, start, end, META.chunk, META
+                head,
+                state,
+                query_stats,
+                tile_stats,
+                b_k,
+                b_v,
+                o_k,
+                real,
+                _first_reached(start, META),
+                tl.minimum(end + META.reach, head.N),
+                META.chunk + 2 * META.reach,
+                META,
             )
             if META.has_global:
                 num_global = tl.minimum(head.num_global, max_rows)
@@ -613,7 +625,7 @@ def _global_keys_kernel(
     T,
     META: tl.constexpr,
 ):
-    """Compute what the queries [i_s T, (i_s + 1) T) of later chunks add to the gradients of a chunk of global keys.
+    """Compute what the queries [i_s T, (i_s + 1) T) beyond reach of a chunk of global keys add to their gradients.
 
     The grid is (B H, splits, chunks with global keys of any sequence). META.block is META.chunk, since all these
     queries attend to all these keys.
@@ -630,7 +642,7 @@ def _global_keys_kernel(
     i_s = tl.program_id(1)
     key_start = tl.program_id(2) * META.chunk
     key_end = tl.minimum(key_start + META.chunk, head.num_global)
-    start = tl.maximum(i_s * T, key_start + META.chunk)
+    start = tl.maximum(i_s * T, key_start + META.chunk + META.reach)
     end = tl.minimum((i_s + 1) * T, N)
     if key_start >= key_end:  # this sequence has fewer global tokens than another one
         end = start

@@ -1,7 +1,7 @@
 """Device functions for the keys of a query's block: which keys these are, softmax, dropout, weights of the joint form.
 
-The keys of a query's block are the block's own tokens that are not padding and, with global tokens, the global tokens
-before the block that are not padding. device.py explains the notation.
+The keys of a query's block are its tokens, those of META.reach tokens on each side, and, with global tokens, the global
+tokens before these; all without padding. device.py explains the notation.
 """
 
 # ruff: noqa: ANN001, ANN202 - arguments of kernels have no Python types
@@ -18,33 +18,41 @@ FLOOR = tl.constexpr(_FLOOR)
 @triton.jit
 def _count_key_rows(head, start, META: tl.constexpr):
     """Return the number of rows of all tiles of keys that the queries of the chunk at `start` need."""
-    rows = META.chunk
+    rows = META.chunk + 2 * META.reach
     if META.has_global:
-        rows = META.chunk_rows + tl.minimum(head.num_global, start)
+        rows = META.chunk_rows + tl.minimum(head.num_global, _first_reached(start, META))
     return rows
+
+
+@triton.jit
+def _first_reached(start, META: tl.constexpr):
+    """Return the first token that is a key of the chunk at `start`, apart from global tokens."""
+    return tl.maximum(start - META.reach, 0)
 
 
 @triton.jit
 def _load_chunk_keys(head, start, end, i_r, META: tl.constexpr):
     """Load a tile of keys of the chunk [start, end), as `_load_keys` does. Tiles of global tokens come last."""
-    i_t = start + i_r
+    first = _first_reached(start, META)
+    end = tl.minimum(end + META.reach, head.N)
+    i_t = first + i_r
     if META.has_global:
         is_global = i_r >= META.chunk_rows
         i_t = tl.where(is_global, i_r - META.chunk_rows, i_t)
-        end = tl.where(is_global, tl.minimum(head.num_global, start), end)
+        end = tl.where(is_global, tl.minimum(head.num_global, first), end)
     return _load_keys(head, i_t, end, META)
 
 
 @triton.jit
 def _find_pairs(head, o_q, o_k, real, META: tl.constexpr):
-    """Return True where the key is real and belongs to the query's block; bool (rows, rows) or (1, rows)."""
+    """Return True where the key is real and one of the query's block; bool (rows, rows) or (1, rows)."""
     pairs = real[None, :]
     if META.chunk > META.block:
-        block_q = o_q[:, None] // META.block
-        block_k = o_k[None, :] // META.block
-        in_block = block_q == block_k
+        # The distance from the query's block to the key's block, in tokens.
+        distance = (o_k[None, :] // META.block - o_q[:, None] // META.block) * META.block
+        in_block = tl.abs(distance) <= META.reach
         if META.has_global:
-            in_block = in_block | ((block_k < block_q) & (o_k < head.num_global)[None, :])
+            in_block = in_block | ((distance < -META.reach) & (o_k < head.num_global)[None, :])
         pairs = pairs & in_block
     return pairs
 

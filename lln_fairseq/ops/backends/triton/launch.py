@@ -32,10 +32,11 @@ class _SettingsFields(NamedTuple):
     weight: float = 1.0  # of LLN and of the softmax in the form
     block: int = 1  # tokens in a block
     chunk: int = 1  # tokens of one program, a multiple of the block size
+    reach: int = 0  # tokens on each side of a block that are keys of the block too, a multiple of the block size
     has_global: bool = False  # True if there are global tokens before the last chunk's blocks
     dropout: float = 0.0
     scale: float = 1.0  # 1 / √D
-    chunk_rows: int = 1  # rows of the tiles of a chunk
+    chunk_rows: int = 1  # rows of the tiles of a chunk and of the tokens that it reaches
 
 
 class Settings(_SettingsFields):
@@ -47,7 +48,7 @@ class Settings(_SettingsFields):
 
     def __new__(cls, *given: Any, **options: Any) -> Self:
         fields = _SettingsFields(*given, **options)
-        chunk_rows = math.ceil(fields.chunk / fields.rows) * fields.rows
+        chunk_rows = math.ceil((fields.chunk + 2 * fields.reach) / fields.rows) * fields.rows
         return super().__new__(cls, *fields._replace(scale=fields.dim**-0.5, chunk_rows=chunk_rows))
 
 

@@ -78,7 +78,7 @@ def _attend_to_block(head, state, b_q, b_a, b_lln, o_q, start, end, META: tl.con
         if META.dropout > 0:
             b_p *= _dropout_scale(head, o_q, o_k, META)
         # (queries, D)
-        if META.chunk > ROWS or META.has_global:  # a single tile has no earlier sum to rescale
+        if META.chunk_rows > ROWS or META.has_global:  # a single tile has no earlier sum to rescale
             b_o *= b_rescale[:, None]
         b_o = _dot(b_p.to(META.dot), b_v, acc=b_o)
     return b_o, b_row_sum, b_lln, b_inside, b_num_keys

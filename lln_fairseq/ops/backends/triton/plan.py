@@ -158,7 +158,8 @@ def _chunk_kernel(
         spec.form,
         block=spec.block_size,
         chunk=chunk,
-        has_global=count_global_keys(spec.max_global, length, spec.block_size) > 0,
+        reach=spec.neighbors * spec.block_size,
+        has_global=count_global_keys(spec, length, spec.block_size) > 0,
         dropout=spec.dropout,
     )
     grid = (batch * heads, math.ceil(length / chunk), 1)
@@ -245,8 +246,8 @@ def plan_backward(spec: Spec, layout: Layout, needed: tuple[bool, ...], has_exch
         flags = {"QUERIES": passes != "keys", "KEYS": passes != "queries"}
         return _chunk_kernel(_backward_kernel, passes, layout, spec, has_padding, *numbers, **flags)
 
-    has_global = count_global_keys(spec.max_global, length, spec.block_size) > 0
-    has_two_passes = spec.form == JOINT or has_global
+    has_global = count_global_keys(spec, length, spec.block_size) > 0
+    has_two_passes = spec.form == JOINT or has_global or spec.neighbors > 0
     queries = plan_chunks("queries", 0, 0) if has_two_passes else None
     name = "both"
     if has_two_passes or spec.form == LLN:
@@ -261,7 +262,7 @@ def plan_backward(spec: Spec, layout: Layout, needed: tuple[bool, ...], has_exch
     global_keys = None
     global_sums: tuple[int, ...] = ()
     if has_global:
-        chunks = math.ceil(count_global_keys(spec.max_global, length, spec.block_size) / settings.chunk)
+        chunks = math.ceil(count_global_keys(spec, length, spec.block_size) / settings.chunk)
         max_rows = chunks * settings.chunk
         global_sums = (batch * heads, splits, 3, max_rows, dim)
         keys = plan_chunks(name, splits, max_rows)

@@ -19,7 +19,7 @@ static void head_answer_queries(const problem *p, int64_t head, scratch c) {
     const int64_t real_keys = p->joint ? count_real_keys(p, head, 0, p->tokens) : 0;
     for (int64_t start = 0; start < p->tokens; start += p->tile_size) {
         const span s = tile_at(p, head, start);
-        const float *q = load_queries(&p->q, s, valid_tokens(p, s, c), c.q);
+        const float *q = load_queries(&p->q, s, valid_tokens(p, s, c.valid), c.q);
         float *out = output_tile(&p->out, s, c.out);
         if (p->joint) {
             joint_forward(p, head, s, c, q, real_keys, out);
@@ -49,7 +49,7 @@ static void head_keys_backward(const problem *p, int64_t head, scratch c) {
     double grad_beta = 0;
     for (int64_t start = 0; start < p->tokens; start += p->tile_size) {
         const span s = tile_at(p, head, start);
-        const float *valid = valid_tokens(p, s, c);
+        const float *valid = valid_tokens(p, s, c.valid);
         const float *k = load_keys(&p->k, s, valid, c.k);
         const float *v = load_keys(&p->v, s, valid, c.v);
         float *grad_k = output_tile(&p->grad_k, s, c.grad_k);
@@ -63,10 +63,11 @@ static void head_keys_backward(const problem *p, int64_t head, scratch c) {
             memset(grad_v, 0, s.rows * D * sizeof(float));
             store_tile(&p->grad_q, s, grad_q);
         }
-        if (p->diag_weight) block_backward(p, s, c, grad_k, grad_v);
+        if (p->diag_weight && !p->reach) block_backward(p, s, c, grad_k, grad_v);
         store_tile(&p->grad_k, s, grad_k);
         store_tile(&p->grad_v, s, grad_v);
     }
+    if (p->reach) window_backward(p, head, c);
     add_global_gradients(p, head, c);
     if (p->grad_beta) p->grad_beta[head] = grad_beta;
 }

@@ -1,4 +1,4 @@
-/* Softmax attention inside a block of tokens. In a call with blocks, each tile is a block. */
+/* Softmax attention to the keys of a block. In a call with blocks, each tile is a block. */
 
 /* Draw 1 (keep) or 0 (drop) for every probability (s.rows, keys) of a block. Each takes 16 bits from the generator
    Philox4x32-10 (Salmon et al., SC 2011). The numbers depend only on the seed, the head and the block. */
@@ -56,8 +56,8 @@ static void block_forward(const problem *p, span s, scratch c, const float *q, f
     multiply(1, s.rows, D, m, probs, m, 1, v, scaled_diag_weight(p), out, PREFETCH(s, &p->k, &p->v));
 }
 
-/* Add the block-diagonal part to the gradients of a block. The gradients of k and v of the block's own tokens are in the
-   tiles grad_k and grad_v, the gradient of q is in the tensor, and those of the global keys are in c.global_grad_k and
+/* Add the block-diagonal part to the gradients of a block. The gradients of its near keys and values are in the tiles
+   grad_k and grad_v, the gradient of q is in the tensor, and those of the global keys are in c.global_grad_k and
    c.global_grad_v. With the probabilities P and the gradient dscores of q k':
 
      dv += P' do        dq += dscores k        dk += dscores' q */
@@ -65,10 +65,11 @@ static void block_backward(const problem *p, span s, scratch c, float *grad_k, f
     const key_span keys = keys_of_block(p, s, c);
     const float *k = load_block_keys(&p->k, keys, c.k);
     const float *v = load_block_keys(&p->v, keys, c.v);
-    const float *q = load_queries(&p->q, s, keys.valid, c.q);
+    const float *q = load_queries(&p->q, s, own_marks(s, keys), c.q);
     const float *grad_out = load_tile(&p->out, s, NULL, 0, c.grad_out);
     float *grad_q = load_tile(&p->grad_q, s, NULL, 0, c.grad_q);
     const int64_t n = s.rows;
+    const int64_t w = keys.near.rows;
     const int64_t g = keys.global.rows;
     const int64_t m = keys.rows;
     const float weight = scaled_diag_weight(p);
@@ -88,11 +89,25 @@ static void block_backward(const problem *p, span s, scratch c, float *grad_k, f
             dropped_probs[i] *= probs[i];
         }
     }
-    multiply(1, n, D, n, dropped_probs, 1, m, grad_out, weight, grad_v, PREFETCH(s, &p->grad_q));
-    if (g) multiply(1, g, D, n, dropped_probs + n, 1, m, grad_out, weight, c.global_grad_v, NULL);
+    multiply(1, w, D, n, dropped_probs, 1, m, grad_out, weight, grad_v, PREFETCH(s, &p->grad_q));
+    if (g) multiply(1, g, D, n, dropped_probs + w, 1, m, grad_out, weight, c.global_grad_v, NULL);
     for (int64_t i = 0; i < n; i++) softmax_backward(m, probs + i * m, grad_probs + i * m);
     multiply(1, n, D, m, grad_probs, m, 1, k, scale, grad_q, NULL);
-    multiply(1, n, D, n, grad_probs, 1, m, q, scale, grad_k, NULL);
-    if (g) multiply(1, g, D, n, grad_probs + n, 1, m, q, scale, c.global_grad_k, NULL);
+    multiply(1, w, D, n, grad_probs, 1, m, q, scale, grad_k, NULL);
+    if (g) multiply(1, g, D, n, grad_probs + w, 1, m, q, scale, c.global_grad_k, NULL);
     store_tile(&p->grad_q, s, grad_q);
+}
+
+/* Add the block-diagonal part to the gradients of a head whose blocks reach others. A key has a part of its gradients
+   from each of several blocks, so all of them are in the tensors before. */
+static void window_backward(const problem *p, int64_t head, scratch c) {
+    for (int64_t start = 0; start < p->tokens; start += p->tile_size) {
+        const span s = tile_at(p, head, start);
+        const span near = keys_of_block(p, s, c).near;
+        float *grad_k = load_tile(&p->grad_k, near, NULL, 0, c.grad_k);
+        float *grad_v = load_tile(&p->grad_v, near, NULL, 0, c.grad_v);
+        block_backward(p, s, c, grad_k, grad_v);
+        store_tile(&p->grad_k, near, grad_k);
+        store_tile(&p->grad_v, near, grad_v);
+    }
 }

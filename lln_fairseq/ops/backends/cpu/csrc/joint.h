@@ -23,7 +23,7 @@ typedef struct {
 
 /* Return the rule of a block. real_keys is the number of keys of the sequence that are not padding. */
 static block_rule rule_of_block(const problem *p, int64_t head, key_span keys, int64_t real_keys) {
-    const int64_t inside = count_real_keys(p, head, keys.own.start, keys.own.count)
+    const int64_t inside = count_real_keys(p, head, keys.near.start, keys.near.count)
                            + count_real_keys(p, head, keys.global.start, keys.global.count);
     return (block_rule){inside == real_keys && inside, !inside, expf(-p->offset[head])};
 }
@@ -281,7 +281,7 @@ static void joint_backward(const problem *p, int64_t head, scratch c) {
     transpose(D, D, c.grad_state, grad_state_T);
     for (int64_t start = 0; start < p->tokens; start += p->tile_size) {
         const span s = tile_at(p, head, start);
-        const float *valid = valid_tokens(p, s, c);
+        const float *valid = valid_tokens(p, s, c.valid);
         const float *k = load_keys(&p->k, s, valid, c.k);
         const float *v = load_keys(&p->v, s, valid, c.v);
         float *grad_k = load_tile(&p->grad_k, s, NULL, 0, c.grad_k);

@@ -70,7 +70,7 @@ static void sum_keys(const problem *p, int64_t head, scratch c) {
     }
     for (int64_t start = 0; start < p->tokens; start += p->tile_size) {
         const span s = tile_at(p, head, start);
-        const float *valid = valid_tokens(p, s, c);
+        const float *valid = valid_tokens(p, s, c.valid);
         for (int64_t j = 0; j < s.rows && !has_real_key; j++) has_real_key = !valid || valid[j];
         const float *k = load_keys(&p->k, s, valid, c.k);
         const float *v = load_keys(&p->v, s, valid, c.v);
@@ -103,7 +103,7 @@ static void queries_backward(const problem *p, int64_t head, scratch c) {
     memset(g, 0, D * sizeof(float));
     for (int64_t start = 0; start < p->tokens; start += p->tile_size) {
         const span s = tile_at(p, head, start);
-        const float *valid = valid_tokens(p, s, c);
+        const float *valid = valid_tokens(p, s, c.valid);
         const float *q = load_queries(&p->q, s, valid, c.q);
         const float *grad_out = load_tile(&p->out, s, NULL, 0, c.grad_out);
         float *grad_q = output_tile(&p->grad_q, s, c.grad_q);
@@ -139,7 +139,7 @@ static inline float keys_backward(const problem *p, int64_t head, span s, scratc
     float *grad_y = c.grad_logits;
     float grad_beta = 0;
     const float beta = p->beta[head];
-    key_features(s, k, beta, shift, valid_tokens(p, s, c), w);
+    key_features(s, k, beta, shift, valid_tokens(p, s, c.valid), w);
     multiply(add, s.rows, D, D, w, D, 1, c.grad_state, p->lln_weight, grad_v, PREFETCH(s, &p->k, &p->v));
     multiply(0, s.rows, D, D, v, D, 1, c.state_T, p->lln_weight, grad_y, PREFETCH(s, &p->grad_k, &p->grad_v));
     for (int64_t j = 0; j < s.rows; j++) {

@@ -10,7 +10,7 @@ static double standard_deviation(const problem *p, const view *x, int64_t head, 
     float origin = 0;
     for (int64_t start = 0; start < p->tokens; start += p->tile_size) {
         const span s = tile_at(p, head, start);
-        const float *valid = valid_tokens(p, s, c);
+        const float *valid = valid_tokens(p, s, c.valid);
         float sum[D] = {0};
         float squares[D] = {0};
         for (int64_t i = 0; i < s.count; i++) {

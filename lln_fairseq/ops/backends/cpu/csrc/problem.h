@@ -13,6 +13,7 @@ typedef struct {
     int64_t keep_threshold; /* a probability is kept if its 16 random bits are less than this; 0 = no dropout */
     int64_t joint;          /* 1 for the joint form, see joint.h; otherwise 0 */
     int64_t max_global;     /* the largest number in `global_tokens`, 0 without it */
+    int64_t reach;          /* tokens on each side of a block that are keys of the block too */
     uint64_t seed;
     double lln_weight, diag_weight; /* weights of the two parts; a part of weight 0 is not computed */
     const uint8_t *padding;         /* (B, N), 1 = padded, or NULL */
@@ -22,15 +23,15 @@ typedef struct {
     float *offset, *grad_offset;    /* (B H) or NULL, the offset of the joint form */
     float *exchanged;               /* (B H, D + 1, D): dS and g, for the exchange between the workers; or NULL */
     const int64_t *global_tokens;   /* (B), the number of global tokens of every sequence, or NULL; see block_keys.h */
-    float *scratch;                 /* threads x scratch_floats(tile_size, max_global) */
+    float *scratch;                 /* threads x scratch_floats(tile_size, reach, max_global) */
     table calibration;              /* the table of moment matching; without points, alpha and beta are inputs */
     view q, k, v;
     view out; /* in a backward pass, the gradient of the output */
     view grad_q, grad_k, grad_v;
 } problem;
 
-/* The scratch memory of a thread. A block has n tokens of its own and up to g global tokens, so that it has up to
-   keys = n + g keys. The suffix _T marks a transposed matrix. The shapes are
+/* The scratch memory of a thread. A block has n tokens of its own. Its keys are up to w tokens, which are its own and
+   those that it reaches, and up to g global tokens, so that it has up to keys = w + g keys. The suffix _T marks a transposed matrix. The shapes are
 
      TILES           (n, D)       a tile of tokens
      KEY_TILES       (keys, D)    the keys of a block
@@ -53,10 +54,10 @@ typedef struct {
 } scratch;
 
 /* Return the number of floats of scratch memory that one thread needs. */
-int64_t scratch_floats(int64_t tile_size, int64_t max_global) {
+int64_t scratch_floats(int64_t tile_size, int64_t reach, int64_t max_global) {
     const int64_t n = round_up(tile_size);
     const int64_t g = round_up(max_global);
-    const int64_t keys = n + g;
+    const int64_t keys = round_up(tile_size + 2 * reach) + g;
     return (TILES(ONE)) * n * D + (KEY_TILES(ONE)) * keys * D + (GLOBAL_TILES(ONE)) * g * D + (MATRICES(ONE)) * n * keys
            + (STATES(ONE)) * D * D + (VECTORS(ONE)) * D + 2 * n + keys;
 }
@@ -65,13 +66,14 @@ int64_t scratch_floats(int64_t tile_size, int64_t max_global) {
 static scratch divide_scratch(const problem *p, int thread) {
     const int64_t n = round_up(p->tile_size);
     const int64_t g = round_up(p->max_global);
-    float *next = p->scratch + thread * scratch_floats(p->tile_size, p->max_global);
+    const int64_t keys = round_up(p->tile_size + 2 * p->reach) + g;
+    float *next = p->scratch + thread * scratch_floats(p->tile_size, p->reach, p->max_global);
     scratch c;
 #define TAKE(size, name) c.name = next, next += size;
 #define TILE(name) TAKE(n * D, name)
-#define KEY_TILE(name) TAKE((n + g) * D, name)
+#define KEY_TILE(name) TAKE(keys * D, name)
 #define GLOBAL_TILE(name) TAKE(g * D, name)
-#define MATRIX(name) TAKE(n * (n + g), name)
+#define MATRIX(name) TAKE(n * keys, name)
 #define STATE(name) TAKE(D * D, name)
 #define VECTOR(name) TAKE(D, name)
     TILES(TILE) KEY_TILES(KEY_TILE) GLOBAL_TILES(GLOBAL_TILE) MATRICES(MATRIX) STATES(STATE) VECTORS(VECTOR)
@@ -94,12 +96,12 @@ static void mark_valid_tokens(const problem *p, span s, float *valid) {
     for (int64_t j = 0; j < s.rows; j++) valid[j] = j < s.count && !(padding && padding[j]);
 }
 
-/* Return the marks of the rows of a tile, stored in c.valid, or NULL if all marks would be 1. */
-static const float *valid_tokens(const problem *p, span s, scratch c) {
+/* Return the marks of the rows of a tile, stored in `valid`, or NULL if all marks would be 1. */
+static const float *valid_tokens(const problem *p, span s, float *valid) {
     const uint8_t *padding = p->padding ? p->padding + s.batch * p->tokens + s.start : NULL;
     if (s.count == s.rows && !(padding && memchr(padding, 1, s.count))) return NULL;
-    mark_valid_tokens(p, s, c.valid);
-    return c.valid;
+    mark_valid_tokens(p, s, valid);
+    return valid;
 }
 
 /* Return a tile of queries, in which numbers of padding queries are 0 if they are NaN or at least PADDED_QUERY_LIMIT

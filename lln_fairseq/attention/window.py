@@ -1,0 +1,25 @@
+"""Softmax attention to the tokens of the own and of neighboring blocks: a local window, at linear cost."""
+
+from dataclasses import dataclass
+
+from lln_fairseq.attention.block_diag import BlockDiagAttention, BlockDiagConfig
+from lln_fairseq.attention.registry import option, register_attention
+
+
+@dataclass
+class WindowConfig(BlockDiagConfig):
+    neighbors: int = option(1, "blocks on each side that a block attends to besides itself", at_least=1)
+
+
+@register_attention("window", WindowConfig)
+class WindowAttention(BlockDiagAttention):
+    """Softmax attention of every block of `block_size` tokens to itself and to `neighbors` blocks on each side.
+
+    The first and the last blocks have fewer neighbors. The output is 0 for queries all of whose keys are padding.
+    Longformer, in contrast, has a window of its own around every token.
+    """
+
+    def __init__(self, config: WindowConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float) -> None:
+        super().__init__(config, num_heads, head_dim, max_positions, dropout)
+        self.neighbors = config.neighbors
+        self.shard_multiple = None  # the first block of a worker would need the last one of another worker
