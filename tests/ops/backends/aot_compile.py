@@ -101,9 +101,9 @@ def cases(dim, dtype):
         for length in lengths:
             run_forward_and_backward(length, Spec(LLN))
 
-    def blocks(*lengths, block_size=dim, dropout=0.0, max_global=0):
+    def blocks(*lengths, block_size=dim, **options):
         for length in lengths:
-            run_forward_and_backward(length, Spec(DIAG, block_size, dropout, max_global=max_global))
+            run_forward_and_backward(length, Spec(DIAG, block_size, **options))
 
     def diag(*lengths, block_size=dim, dropout=0.0):
         for length in lengths:
@@ -126,10 +126,13 @@ def cases(dim, dtype):
         "global": lambda: joint(512, max_global=32),
         "blocks": lambda: blocks(512),
         "blocks-global": lambda: blocks(512, max_global=32),
+        "window": lambda: blocks(512, neighbors=1),
+        "window-global": lambda: blocks(512, neighbors=1, max_global=32),
         "moments": lambda: moments(512, 8192),
     }
     if dtype != torch.bfloat16:  # which takes nearly the same registers as float16
         functions["dropout"] = lambda: diag(512, dropout=0.1)
+        functions["window-block16"] = lambda: blocks(512, block_size=16, neighbors=1, dropout=0.1)
         functions["block16"] = lambda: diag(512, block_size=16)
         functions["block256"] = lambda: diag(512, block_size=256)
         functions["joint-dropout"] = lambda: joint(512, dropout=0.1)

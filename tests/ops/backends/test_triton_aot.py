@@ -51,6 +51,8 @@ TILES = (
     "diag",
     "blocks",
     "blocks-global",
+    "window",
+    "window-global",
     "joint",
     "global",
     "moments",
@@ -58,7 +60,7 @@ TILES = (
     "joint-block256",
     "global-block256",
 )
-VARIANTS = ("dropout", "block16", "joint-dropout", "joint-block16", "global-block16")
+VARIANTS = ("dropout", "window-block16", "block16", "joint-dropout", "joint-block16", "global-block16")
 # Architecture, head dim, dtype, and the cases of aot_compile.py.
 COMPILED = [
     (80, 128, "float16", (*TILES, *VARIANTS)),
