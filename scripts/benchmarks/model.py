@@ -336,10 +336,10 @@ def train_twice(name: str, length: int, args: argparse.Namespace) -> None:
 def prepare_training(name: str, length: int, args: argparse.Namespace) -> Callable[[], None]:
     """Return a function that builds a model and runs two iterations, to measure their memory.
 
-    A tiny model is trained first, so that the libraries that are loaded on first use are not measured.
+    A small model is trained first, so that the libraries that are loaded on first use are not measured.
     """
     torch.set_num_threads(args.threads)
-    train_twice(name, 64, argparse.Namespace(**vars(args) | {"preset": "tiny", "batch": 1}))
+    train_twice(name, 64, argparse.Namespace(**vars(args) | {"preset": "small", "batch": 1}))
     return functools.partial(train_twice, name, length, args)
 
 

@@ -210,7 +210,7 @@ def report(results: Path) -> None:
         axes.set_xlabel("updates")
         axes.grid(alpha=0.3)
         axes.legend()
-    panels[0][0].set_ylabel("validation loss [bits per masked character]")
+    panels[0][0].set_ylabel("validation loss [bits per masked token]")
     save(figure, results.with_suffix(".png"))
 
 

@@ -92,7 +92,8 @@ def test_compiled_mechanism_equals_eager_execution(name, options, backend, padde
     ],
 )
 def test_graph_has_the_operator_where_kernels_run(head_dim, dtype, backend, is_in_graph, compiler):
-    q, k, v = random_qkv(dim=head_dim, dtype=dtype)
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    q, k, v = random_qkv(dim=head_dim, dtype=dtype, device=device)
     for mix in ("average", "joint_offset"):
         compute = functools.partial(lln_diag_attention, alpha=1.2, beta=0.9, backend=backend, mix=mix)
         assert relative_rms(compiler.compile(compute)(q, k, v), compute(q, k, v)) <= FLOAT32_FORWARD

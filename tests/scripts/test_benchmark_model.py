@@ -102,6 +102,16 @@ def test_options_of_a_row_reach_its_model():
     assert (attention.config.block_size, attention.dropout) == (16, 0.3)
 
 
+def test_memory_of_local_global_can_be_measured(losses):
+    """Also the small model that is trained first needs the four layers of the recipe."""
+    args = parse()
+    args.preset = "small"
+
+    benchmark.prepare_training(benchmark.LOCAL_GLOBAL, 64, args)()
+
+    assert len(losses) == 4
+
+
 @pytest.mark.parametrize(("tokens", "batch"), [(1, 1), (512, 8)])
 def test_padded_rows_share_the_model_and_have_that_much_padding(tokens, batch):
     args = parse("--tokens", str(tokens))
