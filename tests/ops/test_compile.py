@@ -120,7 +120,8 @@ def test_operator_passes_torchs_checks(layout, form, matched, backend):
     offset = torch.full((1, 2), 0.4, requires_grad=True) if form == JOINT else None
     seed = torch.tensor([7])
     for mask, dropout in ((None, 0.0), (torch.arange(24)[None] >= 19, 0.1)):
-        settings = (form, 16, 0.0 if form == LLN else dropout, matched, backend)
+        neighbors = 1 if form == DIAG else 0
+        settings = (form, 16, 0.0 if form == LLN else dropout, matched, neighbors, backend)
         arguments = (*leaves, alpha, beta, offset, mask, seed if dropout else None, *settings)
         torch.library.opcheck(torch.ops.lln_fairseq.hybrid_attention.default, arguments)
 
