@@ -31,7 +31,8 @@ typedef struct {
 } problem;
 
 /* The scratch memory of a thread. A block has n tokens of its own. Its keys are up to w tokens, which are its own and
-   those that it reaches, and up to g global tokens, so that it has up to keys = w + g keys. The suffix _T marks a transposed matrix. The shapes are
+   those that it reaches, and up to g global tokens, so that it has up to keys = w + g keys. The suffix _T marks a
+   transposed matrix. The shapes are
 
      TILES           (n, D)       a tile of tokens
      KEY_TILES       (keys, D)    the keys of a block
