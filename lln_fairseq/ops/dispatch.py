@@ -7,6 +7,7 @@ computed here, after the backend.
 
 import functools
 import importlib.util
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import index
@@ -31,6 +32,8 @@ _AUTO_BY_DEVICE_TYPE = {"cuda": "triton", "cpu": "cpu"}  # every other device ge
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+logger = logging.getLogger(__name__)
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> None:
@@ -191,10 +194,18 @@ def choose_backend(backend: str, spec: Spec, inputs: Inputs) -> str:
         if reason is not None:
             if backend != "auto":
                 raise ValueError(f"backend '{backend}' cannot run here: {reason}")
+            if selected == "triton" and not is_traced:
+                _warn_of_slow_gpu(reason)
             selected = "torch"
     if is_traced or q.numel() == 0:
         return FORMULA
     return selected
+
+
+@functools.cache
+def _warn_of_slow_gpu(reason: str) -> None:
+    """Log a reason once, as the C kernels do theirs."""
+    logger.warning("attention on this GPU runs in PyTorch, several times slower: %s", reason)
 
 
 def is_traced_or_transformed(*values: object) -> bool:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lln_fairseq.ops import dispatch
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_qkv, relative_rms
 from tests.ops.mixes import TESTED_MIXES, attend, oracle, output_and_gradients
@@ -49,3 +50,14 @@ def test_unavailable_backend_is_rejected_with_the_reason(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="Triton is not installed"):
         lln_attention(q, k, v, 2.0, 2.0, backend="triton")
+
+
+def test_gpu_without_kernels_for_these_tensors_is_reported_once(monkeypatch, caplog):
+    monkeypatch.setitem(dispatch._AUTO_BY_DEVICE_TYPE, "cpu", "triton")
+    q, k, v = random_qkv(length=20, dim=24)
+    for _ in range(2):
+        lln_attention(q, k, v, 2.0, 2.0)
+    assert caplog.messages == [
+        "attention on this GPU runs in PyTorch, several times slower: The Triton kernels support the head dims "
+        "(16, 32, 64, 128), not 24."
+    ]
