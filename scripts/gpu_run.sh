@@ -51,11 +51,11 @@ measure() {
     { echo; echo "== $name: $state"; tail -n 60 "$out/$name.log"; } >>"$out/report.txt"
 }
 
-attentions=(lln lln_diag lln_diag:mix=joint_offset lln_diag:mix=joint_offset,global_tokens=64)
-measure kernels pytest -q -p no:cacheprovider -n 8 "$root"/tests/ops/{test_backends,test_global_tokens,backends/test_triton}.py
+attentions=(lln lln_diag lln_diag:mix=joint_offset block_diag window:block_size=64)
+measure kernels pytest -q -p no:cacheprovider -n 8 "$root"/tests/ops/{test_backends,test_global_tokens,test_window,backends/test_triton}.py
 measure attention scripts.benchmarks.attention --dtype float16 --tokens 32768 --attentions "${attentions[@]}" \
     --lengths 512 1024 2048 4096 8192 16384 32768 --json "$out/attention.json"
 measure update scripts.benchmarks.model --preset base --json "$out/update.json" \
-    --attentions softmax_matrix softmax nystrom:conv_kernel=33 "${attentions[@]}"
+    --attentions softmax_matrix softmax nystrom:conv_kernel=33 "${attentions[@]}" local_global
 cat "$out/report.txt"
 exit $failed
