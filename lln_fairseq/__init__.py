@@ -17,13 +17,17 @@ def register() -> None:
     are restored. Further calls do nothing.
     """
     import logging
+    import warnings
 
     root = logging.getLogger()
     level = root.level
     handlers = root.handlers[:]
     # On import, fairseq warns that tensorboardX is missing, for a task that this package does not use.
     logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.ERROR)
-    from lln_fairseq import tasks  # noqa: F401  registers on import
+    with warnings.catch_warnings():
+        # fairseq uses torch.jit.script, of which torch 2.14 warns every user.
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
+        from lln_fairseq import tasks  # noqa: F401  registers on import
 
     root.setLevel(level)
     root.handlers[:] = handlers
