@@ -3,13 +3,13 @@
 A mechanism is one file: a dataclass with its options, a subclass of `Attention` and a decorator.
 
     @dataclass
-    class WindowConfig:
+    class BandConfig:
         width: int = option(64, "tokens on each side")
 
-    @register_attention("window", WindowConfig)
-    class WindowAttention(Attention): ...
+    @register_attention("band", BandConfig)
+    class BandAttention(Attention): ...
 
-The command-line flag --window-width, the Hydra key model.window_width, the contract tests and the benchmark rows are
+The command-line flag --band-width, the Hydra key model.band_width, the contract tests and the benchmark rows are
 derived from the registry. Mechanisms that replace a whole encoder layer are registered with `layers.register_layer`.
 """
 
@@ -19,6 +19,7 @@ import json
 import math
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
+from types import NoneType
 from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_type_hints
 
 import torch
@@ -246,16 +247,19 @@ def parse_config(name: str, options: dict[str, Any]) -> Any:
 
 
 def _check_value(name: str, key: str, value: Any, type_hint: Any, metadata: Mapping[str, Any]) -> None:
-    """Raise ValueError if a value is not among the choices, or is a string, infinite or too small for a number.
+    """Raise ValueError if a value is not among the choices, or not a number, not whole, infinite or too small for one.
 
     Other types are not checked. `metadata` is what `option` has stored in the field.
     """
     choices = metadata.get("choices")
     if choices and value not in choices:
         raise ValueError(f"option '{key}' of attention '{name}' is '{value}', choose from {', '.join(choices)}")
-    is_numeric = not {type_hint, *get_args(type_hint)}.isdisjoint({int, float})
-    if is_numeric and isinstance(value, str):
+    types = {type_hint, *get_args(type_hint)}
+    is_numeric = not types.isdisjoint({int, float})
+    if is_numeric and (isinstance(value, str) or (value is None and NoneType not in types)):
         raise ValueError(f"attention '{name}': {key} must be a number, got '{value}'")
+    if is_numeric and isinstance(value, float) and float not in types:
+        raise ValueError(f"attention '{name}': {key} must be a whole number, got {value}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"attention '{name}': {key} must be finite, got {value}")
     minimum = metadata.get("at_least")

@@ -4,8 +4,8 @@
 
 A pre-trained model becomes a masked language model, a fine-tuned model a sequence classifier, and a converted encoder
 without a language-model head an encoder for `SentenceTransformer(OUT)`. With softmax attention the result is a stock
-RoBERTa. The attentions lln, lln_diag and block_diag, rotary positions, layer norms before the blocks and DistilBERT's
-classification head come with their own code, which you load with `AutoModel.from_pretrained(OUT,
+RoBERTa. The attentions lln, lln_diag, block_diag and window, rotary positions, layer norms before the blocks and
+DistilBERT's classification head come with their own code, which you load with `AutoModel.from_pretrained(OUT,
 trust_remote_code=True)`. --onnx adds model.onnx, and --int8 also model_quantized.onnx with 8-bit weights.
 """
 

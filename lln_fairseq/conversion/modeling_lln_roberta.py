@@ -89,7 +89,7 @@ class LLNRobertaConfig(RobertaConfig):
         attention: str = "lln_diag",
         mix: str = "average",
         block_size: int | None = None,
-        neighbors: int = 0,
+        neighbors: int = 1,
         global_tokens: str = "none",
         alpha: float | None = None,
         beta: float | None = None,
@@ -147,6 +147,7 @@ class LLNSelfAttention(RobertaSelfAttention):
         heads = config.num_attention_heads
         if config.gain == "learned":
             self.log_gain = nn.Parameter(torch.zeros(2, heads))
+        self.neighbors = config.neighbors if config.attention == "window" else 0
         self.is_joint = config.attention == "lln_diag" and config.mix == "joint_offset"
         if self.is_joint:
             self.offset = nn.Parameter(torch.zeros(heads))
@@ -229,7 +230,7 @@ class LLNSelfAttention(RobertaSelfAttention):
         elif global_tokens is not None:
             options["global_tokens"] = self.largest_prefix()  # a number, so that the GPU is not waited for
         if config.attention in WITHOUT_LLN:
-            options["neighbors"] = config.neighbors
+            options["neighbors"] = self.neighbors
             return block_diag_attention(q, k, v, block_size=config.block_size, dropout_p=dropout, **options)
         if config.gain == "learned":
             options["alpha"], options["beta"] = self.alpha_beta(q, k, padded)
@@ -264,7 +265,7 @@ class LLNSelfAttention(RobertaSelfAttention):
         if global_tokens is not None:
             max_global = self.largest_prefix()
         size = self.config.block_size or q.shape[-1]
-        spec = Spec(form, size, dropout, max_global=max_global, neighbors=self.config.neighbors)
+        spec = Spec(form, size, dropout, max_global=max_global, neighbors=self.neighbors)
         out = hybrid_formula(spec, Inputs(q, k, v, alpha, beta, offset, padded, global_tokens))
         if global_tokens is None:
             return out

@@ -39,6 +39,9 @@ def block_diag_attention(
         raise ValueError(f"neighbors must be at least 0, got {neighbors}")
     counts, max_global = count_global_tokens(global_tokens, max_global_tokens, q, k, v)
     size = check_block_size(block_size, q.shape[-1])
+    length = q.shape[2]
+    if isinstance(length, int):  # not a symbol, as while a model is exported
+        neighbors = min(neighbors, max(length - 1, 0) // size)  # the blocks that there are, besides the own one
     spec = Spec(DIAG, size, dropout_p, max_global=max_global, neighbors=neighbors)
     tensors = Inputs(q, k, v, padding=key_padding_mask, global_counts=counts)
     return attend(spec, tensors, choose_backend("auto", spec, tensors))

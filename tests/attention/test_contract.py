@@ -207,6 +207,8 @@ BAD_ARGUMENTS = [
     (dict(name="nystrom", landmarks=0), "at least 1"),
     (dict(name="nystrom", conv_kernel=8), "must be odd"),
     (dict(name="linformer", projected_length="foo"), "projected_length must be a number, got 'foo'"),
+    (dict(name="window", neighbors=None), "neighbors must be a number, got 'None'"),
+    (dict(name="window", neighbors=1.5), "neighbors must be a whole number, got 1.5"),
     (dict(name="longformer", one_sided_window=0), "at least 1"),
     (dict(name="skyformer", gamma=0.0), "gamma must be positive"),
     (dict(name="transformer_ls", rank=0), "at least 1"),

@@ -188,6 +188,13 @@ def test_compiled_call_uses_the_kernels():
     assert relative_rms(compiled(q, k, v), function(q, k, v)) < 1e-6
 
 
+def test_more_neighbors_than_blocks_cost_nothing():
+    """Without a limit, a million neighbors would take terabytes of scratch memory, or loops over tiles without keys."""
+    q, k, v = inputs("lln", 2, 2, 100, 32)[:3]
+    out = block_diag_attention(q, k, v, block_size=32, neighbors=10**6)
+    assert torch.equal(out, block_diag_attention(q, k, v, block_size=32, neighbors=3))
+
+
 def test_negative_number_of_neighbors_is_rejected():
     with pytest.raises(ValueError, match="neighbors must be at least 0, got -1"):
         block_diag_attention(*inputs("lln")[:3], neighbors=-1)
