@@ -247,7 +247,7 @@ def parse_config(name: str, options: dict[str, Any]) -> Any:
 
 
 def _check_value(name: str, key: str, value: Any, type_hint: Any, metadata: Mapping[str, Any]) -> None:
-    """Raise ValueError if a value is not among the choices, or not a number, not whole, infinite or too small for one.
+    """Raise ValueError if a value is not among the choices, or does not suit an option that is a number.
 
     Other types are not checked. `metadata` is what `option` has stored in the field.
     """

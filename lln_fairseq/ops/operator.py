@@ -63,9 +63,8 @@ def _forward_shapes(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Return empty tensors with the shapes, dtypes and strides of `_forward`'s results, for tracing."""
     form, block_size, dropout, matched, neighbors, backend = other_inputs[3:]
-    results, saved = load_backend(backend).allocate(
-        Spec(form, block_size, dropout, matched, neighbors=neighbors), q, k, v
-    )
+    spec = Spec(form, block_size, dropout, matched, neighbors=neighbors)
+    results, saved = load_backend(backend).allocate(spec, q, k, v)
     if form == DIAG:
         return results[0], q.new_empty(0), q.new_empty(0), list(saved)
     matched_scalar = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)

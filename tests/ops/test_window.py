@@ -127,7 +127,7 @@ def test_sequence_has_the_same_output_alone_and_padded_in_a_batch(backend):
         assert torch.equal(together[1:, :, :101], alone)
 
 
-def test_no_neighbors_change_no_bit(backend):
+def test_no_neighbors_are_blocks_and_all_neighbors_are_softmax(backend):
     tensors = inputs("lln", 3, device=device_of(backend))[:3]
     mask = holes(3, 40, device_of(backend))
     expected = block_diag_attention(*tensors, mask, 16)

@@ -1,7 +1,7 @@
 """Device functions for the keys of a query's block: which keys these are, softmax, dropout, weights of the joint form.
 
-The keys of a query's block are its tokens, those of META.reach tokens on each side, and, with global tokens, the global
-tokens before these; all without padding. device.py explains the notation.
+The keys of a query's block are the block's own tokens, META.reach tokens on each side of it and, with global tokens,
+the global tokens before these. Padding is left out. device.py explains the notation.
 """
 
 # ruff: noqa: ANN001, ANN202 - arguments of kernels have no Python types
