@@ -1,4 +1,4 @@
-"""Softmax attention to the tokens of the own and of neighboring blocks: a local window, at linear cost."""
+"""Softmax attention to the tokens of a query's own block and of neighboring blocks: a window, at linear cost."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class WindowConfig(BlockDiagConfig):
 class WindowAttention(BlockDiagAttention):
     """Softmax attention of every block of `block_size` tokens to itself and to `neighbors` blocks on each side.
 
-    The first and the last blocks have fewer neighbors. The output is 0 for queries all of whose keys are padding.
+    Blocks near the ends have fewer neighbors. The output is 0 for queries whose keys are all padding.
     Longformer, in contrast, has a window of its own around every token.
     """
 

@@ -1,4 +1,4 @@
-"""Softmax attention inside blocks of consecutive tokens (paper, section 4.2), and with the blocks beside them."""
+"""Softmax attention inside blocks of consecutive tokens (paper, section 4.2), or also to the blocks beside them."""
 
 from torch import Tensor
 
@@ -18,6 +18,8 @@ def block_diag_attention(
     neighbors: int = 0,
 ) -> Tensor:
     """Compute softmax(q kᵀ / √D) v inside consecutive blocks of `block_size` tokens; the last block may be shorter.
+
+    With neighbors, queries attend to the blocks beside their own, too.
 
     Args:
         q, k, v: (B, H, N, D) with any strides. The computation is in float32, or in float64 for float64 inputs.

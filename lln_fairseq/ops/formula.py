@@ -6,9 +6,9 @@ backends. The PyTorch backend uses the same functions for one group of heads aft
 Exported models ship this file, so it imports nothing but torch.
 
 Shapes: B sequences, H heads, N tokens, D features, G = some of the B·H heads. The blocks have T tokens, and N is
-rounded up to a multiple of T. The keys of a block are W = (2 m + 1) T tokens: its own, and in the form Diag also those
+rounded up to a multiple of T. The keys of a block are J = (2 m + 1) T tokens: its own, and in the form Diag also those
 of its m neighbors on each side; beyond the ends of the sequence, they are masked. A block also has K keys that are
-global tokens, as many for all blocks, though some are masked. A head has the attention matrix
+global tokens, the same number for all blocks, though some are masked. A head has the attention matrix
 
     P = A Wᵀ        W_jd = exp(β k_jd - L_d)        A_id = softmax_d(α q_id + L_d)        L_d = logsumexp_j(β k_jd)
 
@@ -33,8 +33,8 @@ padding lie in the block, c = 0, which is softmax attention. If all keys of the 
 attention.
 
 With g global tokens, the first g tokens of the sequence are keys of every block. In the definitions above, "the block"
-then stands for the block's own W tokens and the first min(g, s) tokens of the sequence, where s is the position of the
-first of the W tokens. So no key counts twice. Global queries attend to all keys by softmax, which is not part of the
+then stands for the block's own J tokens and the first min(g, s) tokens of the sequence, where s is the position of the
+first of the J tokens. So no key counts twice. Global queries attend to all keys by softmax, which is not part of the
 joint form: see `attend_to_all_keys`.
 
 Padding: values at padding positions are kept out of results and gradients, even if they are NaN or infinite. Keys and
@@ -120,7 +120,7 @@ class Heads(NamedTuple):
     alpha: Any  # (G, 1, 1), as beta and offset; None if the form of the call has none
     beta: Any
     offset: Any
-    padding: Tensor | None  # bool (G, N, 1), also True beyond the last token; None if there is none
+    padding: Tensor | None  # bool (G, N, 1), also True beyond the last token; None if neither exists and m is 0
     blocks: int
     block_size: int  # T
     neighbors: int  # m
@@ -280,7 +280,7 @@ def _joint(heads: Heads, sums: KeySums, drop: Drop) -> Tensor:
 
 
 def outside_mass(inside: Tensor) -> Tensor:
-    """Return u (..., T, 1), clamped to [0, 1], for the part of P inside the block (..., T, W + K)."""
+    """Return u (..., T, 1), clamped to [0, 1], for the part of P inside the block (..., T, J + K)."""
     return (1 - inside.sum(dim=-1, keepdim=True)).clamp(0, 1)
 
 
@@ -311,7 +311,7 @@ def block_kinds(heads: Heads) -> BlockKinds:
 
 
 def _block_padding(heads: Heads) -> Tensor:
-    """Return the padding of the block's W keys, bool (G, blocks, 1, W), False everywhere if there is none."""
+    """Return which of the block's J keys are padding or beyond the ends of the sequence, bool (G, blocks, 1, J)."""
     padding = heads.padding
     if padding is None:
         padding = torch.zeros_like(heads.q[:, :, :1], dtype=torch.bool)
@@ -319,7 +319,7 @@ def _block_padding(heads: Heads) -> Tensor:
 
 
 def count_global_keys(spec: Spec, length: int, block_size: int) -> int:
-    """Return K, the number of global tokens that lie before the W keys of the last block. `block_size` is at most N."""
+    """Return K, the number of global tokens that lie before the J keys of the last block. `block_size` is at most N."""
     first = (length - 1) // block_size - spec.neighbors
     return min(spec.max_global, max(first, 0) * block_size)
 
@@ -327,10 +327,10 @@ def count_global_keys(spec: Spec, length: int, block_size: int) -> int:
 def global_key_padding(spec: Spec, inputs: Inputs, block_size: int, blocks: int) -> Tensor | None:
     """Return, for every block, which of the first K tokens of the sequence are not global keys of that block.
 
-    True marks a token that is padding, is not global, or does not lie before the block's W keys. K is at most
+    True marks a token that is padding, is not global, or does not lie before the block's J keys. K is at most
     `spec.max_global`.
 
-    Returns: bool (B, blocks, K), or None if no block has a global key.
+    Returns: bool (B, blocks, K), or None if K is 0.
     """
     length = inputs.q.shape[2]
     max_global = spec.max_global
@@ -347,14 +347,14 @@ def global_key_padding(spec: Spec, inputs: Inputs, block_size: int, blocks: int)
 
 
 def probabilities(heads: Heads) -> Tensor:
-    """Compute the softmax Diag over the keys of each block, (G, blocks, T, W + K); 0 for padding keys."""
+    """Compute the softmax Diag over the keys of each block, (G, blocks, T, J + K); 0 for padding keys."""
     scores = key_products(heads.q, heads.k, heads, mask_value=torch.finfo(heads.q.dtype).min)
     p = (scores / math.sqrt(heads.q.shape[-1])).softmax(dim=-1)
     return mask_keys(p, heads, 0.0)
 
 
 def key_products(x: Tensor, y: Tensor, heads: Heads, mask_value: float = 0.0) -> Tensor:
-    """Return x_iᵀ y_j for every query i and every key j of its block, (G, blocks, T, W + K).
+    """Return x_iᵀ y_j for every query i and every key j of its block, (G, blocks, T, J + K).
 
     x and y are (G, N, D). The K global keys of the block come last. Padding keys have the mask value.
     """
@@ -365,9 +365,9 @@ def key_products(x: Tensor, y: Tensor, heads: Heads, mask_value: float = 0.0) ->
 
 
 def mask_keys(products: Tensor, heads: Heads, value: float) -> Tensor:
-    """Return products (G, blocks, T, W + K) with this value for padding and for masked global keys.
+    """Return products (G, blocks, T, J + K) with this value for keys that are padding, beyond the ends or masked.
 
-    If there are none, the result is `products` itself.
+    Without masks in `heads`, the result is `products` itself.
     """
     if heads.padding is None and heads.global_padding is None:
         return products
@@ -378,7 +378,10 @@ def mask_keys(products: Tensor, heads: Heads, value: float) -> Tensor:
 
 
 def times_keys(weights: Tensor, y: Tensor, heads: Heads) -> Tensor:
-    """Return Σ_j weights_ij y_j over the keys j of the block of every query i, (G, N, D), for y (G, N, D)."""
+    """Return Σ_j weights_ij y_j over the keys j of the block of every query i, (G, N, D), for y (G, N, D).
+
+    The weights (G, blocks, T, J + K) must be 0 for masked keys.
+    """
     keys = split_keys(y, heads)
     size = keys.shape[2]
     out = (weights[..., :size] @ keys).flatten(1, 2)
@@ -409,7 +412,7 @@ def split_blocks(x: Tensor, heads: Heads) -> Tensor:
 
 
 def split_keys(x: Tensor, heads: Heads, beyond: float = 0.0) -> Tensor:
-    """Return the W tokens of x (G, N, D) that are keys of each block, (G, blocks, W, D).
+    """Return the J tokens of x (G, N, D) that are keys of each block, (G, blocks, J, D).
 
     There is the value `beyond` where the sequence has no token.
     """

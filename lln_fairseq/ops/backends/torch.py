@@ -315,7 +315,7 @@ def _transposed_product(weights: Tensor, x: Tensor, heads: Heads) -> Tensor:
 
 
 def _add_up_keys(terms: Tensor, heads: Heads) -> Tensor:
-    """Add up what the blocks give to their W keys, (G, blocks, W, D), for each token, (G, blocks, T, D)."""
+    """Sum the terms (G, blocks, J, D) of the keys of each block into one sum for each token, (G, blocks, T, D)."""
     neighbors = heads.neighbors
     if not neighbors:
         return terms
