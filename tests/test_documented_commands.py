@@ -143,8 +143,6 @@ def check_program(program, arguments, monkeypatch):
         compose_config("lra", [f"lra={task}", *overrides])
     elif program == "scripts.training":
         compose_config("finetune", ["glue=sst2", *overrides])
-    elif program == "scripts.research.decay":
-        compose_config("pretrain", overrides)
     else:
         assert not overrides
 

@@ -1,4 +1,4 @@
-"""Pre-train and fine-tune several attentions with the same data, budget and seeds. Write a table and a plot.
+"""Pre-train and fine-tune several attentions with the same data, budget and seeds. Write a table, a plot and JSON.
 
     scripts/compare_attentions.sh --attentions softmax,lln_diag,nystrom --seeds 1 2
     scripts/compare_attentions.sh --attentions softmax,lln_diag corpus=wikitext103 glue=sst2,qnli model=base run=gpu1
@@ -28,6 +28,7 @@ from lln_fairseq.analysis.events import Curve, read_curves
 from lln_fairseq.command import run_main
 from lln_fairseq.errors import UserError
 from lln_fairseq.terminal import at_least_one, program_parser, text_table
+from scripts.research.programs import write_result
 from scripts.research.summaries import attentions_argument, mean_and_range, save
 from scripts.training import (
     attention_overrides,
@@ -142,7 +143,7 @@ def labeled_splits(data: Path) -> list[str]:
 
 
 def compare_attentions(args: argparse.Namespace) -> int:
-    """Run a comparison, print the table, and write OUT/comparison.txt and OUT/comparison.png.
+    """Run a comparison, print the table, and write OUT/comparison.txt, comparison.json and comparison.png.
 
     A run that fails does not stop the others. Returns the exit code: 1 if a run failed, otherwise 0.
     """
@@ -166,6 +167,7 @@ def compare_attentions(args: argparse.Namespace) -> int:
     results = read_results(args.out, args.attentions, args.seeds, metrics)
     table = comparison_table(results, args.seeds)
     (args.out / "comparison.txt").write_text(table + "\n")
+    write_result(args.out / "comparison.json", {"overrides": args.overrides, "runs": list_runs(results)})
     plot_losses(args.out / "comparison.png", results)
     print(f"\n{table}\n\nplot: {args.out / 'comparison.png'}")
     return code
@@ -269,6 +271,23 @@ def comparison_table(results: Sequence[AttentionResults], seeds: Sequence[int]) 
         f"pre-training; above {baseline.attention}: its difference from {baseline.attention} with the same seed"
     )
     return f"{text_table(lines)}\n{note}"
+
+
+def list_runs(results: Sequence[AttentionResults]) -> list[dict[str, Any]]:
+    """Return the losses at `updates` in bits, and the scores in percent, of every run that was validated."""
+    runs = []
+    for result in results:
+        for seed, curve in result.valid.items():
+            scores = {column: round(by_seed[seed], 2) for column, by_seed in result.scores.items() if seed in by_seed}
+            run = {
+                "attention": result.attention,
+                "seed": seed,
+                "updates": curve.steps,
+                "bits": [round(bits, 4) for bits in curve.values],
+                "scores": scores,
+            }
+            runs.append(run)
+    return runs
 
 
 def plot_losses(path: Path, results: Sequence[AttentionResults]) -> None:

@@ -40,6 +40,8 @@ def run_fine_tuning(unit: Unit, work: Path, results: Path, glue: str | None) -> 
             start = linearize(programs, "linearized", unit, start, data, TRANSFER_STEPS)
         trained = directory / "trained"
         words = training_words(unit.task, unit.spec, unit.seed, data, start, trained)
+        if unit.softmax_layers:
+            words.append(f"model.softmax_layers='{unit.softmax_layers}'")
         programs.run("train", words, trained / f"scores_{SPLITS[-1]}.json")
         checkpoint = trained / "checkpoint_last.pt"
     scores = score(programs, "score", checkpoint, data)
@@ -179,6 +181,8 @@ def linearize(
     words += [f"--steps={steps}", f"--distill={distill}", f"--seed={unit.seed}", "--evaluate-rows=1"]
     if TASKS[unit.task].start is not None:
         words.append(f"--tokens={TASKS[unit.task].positions}")
+    if unit.softmax_layers:
+        words += ["--softmax-layers", unit.softmax_layers]
     if options:
         words += ["--option", *(f"{key}={value}" for key, value in options.items())]
     programs.run(step, words, out / "model.pt")

@@ -16,8 +16,9 @@ short convolution.
 Training ends when --target percent of the answers on held-out rows are correct, or after --epochs. For every attention,
 the tables show the learning rate with the highest mean accuracy over the seeds after the last epoch, on the same
 held-out rows, and the lowest and highest accuracy of a seed. A pair and its query are in the same block if their tokens
-are among the same 32 tokens of the row, counted from its start. Finished runs in OUT are skipped, so you can run an
-interrupted command again.
+are among the same 32 tokens of the row, counted from its start; "beyond" means that at least one whole block lies
+between them, which a window of 32 does not reach. Finished runs in OUT are skipped, so you can run an interrupted
+command again.
 """
 
 import argparse
@@ -61,7 +62,7 @@ BLOCK = 32  # tokens; the tables distinguish queries in the block of their pair 
 HELD_OUT_ROWS = 3000
 LAYERS = 2
 WEIGHT_DECAY = 0.1
-PARTS = ("all", "same block", "other block")  # the queries that the columns of the tables are about
+PARTS = ("all", "same block", "other block", "beyond")  # the queries that the columns of the tables are about
 
 
 @dataclass
@@ -69,6 +70,7 @@ class RecallSettings:
     """The settings on which the result of a run depends."""
 
     attention: str  # an attention spec
+    softmax_last: bool  # the last layer computes softmax instead
     length: int  # tokens of a row
     pairs: int  # of a key and a value in a row, which is also the number of queries
     filler: str  # the tokens between pairs and queries: "zeros" or "random"
@@ -95,10 +97,10 @@ class RecallRows(NamedTuple):
     masks: Tensor  # int64 (R, P), the position of the <mask> that asks for each pair
     values: Tensor  # int64 (R, P), the value of each pair, which is the token to predict at its <mask>
 
-    def same_block(self) -> Tensor:
-        """Return which queries are in the block of their pair, bool (R, P). A pair is never cut by a block's end."""
+    def block_distances(self) -> Tensor:
+        """Return how many blocks each query is behind its pair, int64 (R, P). A pair is never cut by a block's end."""
         pair_positions = 2 * torch.arange(self.masks.shape[1])
-        return self.masks // BLOCK == pair_positions // BLOCK
+        return self.masks // BLOCK - pair_positions // BLOCK
 
 
 def draw_distinct(rows: int, count: int, low: int, high: int, generator: torch.Generator) -> Tensor:
@@ -158,7 +160,10 @@ class RecallModel(nn.Module):
         if settings.previous_token:
             self.layers.append(PreviousToken(settings.width))
         heads = settings.width // settings.head_dim
-        for attention in build_layer_attentions(settings.attention, LAYERS, heads, settings.head_dim, settings.length):
+        attentions = list(build_layer_attentions(settings.attention, LAYERS, heads, settings.head_dim, settings.length))
+        if settings.softmax_last:
+            attentions[-1:] = build_layer_attentions("softmax", 1, heads, settings.head_dim, settings.length)
+        for attention in attentions:
             self.layers.append(AttentionLayer(settings.width, attention))
         self.norm = nn.LayerNorm(settings.width)
 
@@ -175,9 +180,10 @@ def recall_accuracy(model: nn.Module, rows: RecallRows, batch: int) -> dict[str,
     A part without queries is left out.
     """
     correct = predict_targets(model, batches(rows, batch)) == rows.values
-    same_block = rows.same_block()
+    distances = rows.block_distances()
+    parts = (correct, correct[distances == 0], correct[distances > 0], correct[distances > 1])
     accuracies = {}
-    for name, answers in zip(PARTS, (correct, correct[same_block], correct[~same_block]), strict=True):
+    for name, answers in zip(PARTS, parts, strict=True):
         if answers.numel():
             accuracies[name] = 100 * answers.double().mean().item()
     return accuracies
@@ -233,7 +239,7 @@ def best_rate_row(attention: str, histories: dict[float, list[list[dict[str, Any
 def run_experiment(args: argparse.Namespace) -> None:
     """Finish all runs, and print a table for each task and width."""
     disable_malloc_trim()
-    names = ("filler", "rows", "head_dim", "previous_token", "batch", "epochs", "target")
+    names = ("softmax_last", "filler", "rows", "head_dim", "previous_token", "batch", "epochs", "target")
     options = {name: getattr(args, name) for name in names}
     tables = []
     for length, pairs in args.tasks:
@@ -276,6 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="NAME[:OPTION=VALUE,...],...",
         help="attentions to compare (default: softmax,lln_diag)",
     )
+    parser.add_argument("--softmax-last", action="store_true", help="the last layer of every model computes softmax")
     parser.add_argument(
         "--tasks",
         type=task_argument,

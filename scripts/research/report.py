@@ -34,6 +34,7 @@ LABELS = {
     "joint_offset": "LLN+Diag, joint",
     "lln_diag": "LLN+Diag, average (the paper's)",
     "block_diag": "blocks only",
+    "window": "window of 16 (own and both neighboring blocks)",
     "lln": "LLN only",
     "hedgehog_blocks": "Hedgehog averaged with blocks",
     "hedgehog": "Hedgehog",

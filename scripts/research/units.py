@@ -76,6 +76,8 @@ CONVERTED = {
     "nystrom": "nystrom",
     "linformer": "linformer",
     "longformer": "longformer:one_sided_window=16",
+    "window": "window:block_size=16",
+    "window_softmax": "window:block_size=16",
     "flash": "flash",
     "tnn": "tnn",
     "block_diag_global_128": f"block_diag:{LONG_BLOCKS}",
@@ -89,7 +91,8 @@ FINE_TUNED = {
     "joint_offset_global": f"lln_diag:mix=joint_offset,gain=learned,{LONG_BLOCKS}",
     "lln_diag": "lln_diag:mix=average,gain=none,block_size=128",
 }
-WITHOUT_GLOBAL = ("block_diag", "joint_offset")  # for qqp4, whose two texts are long
+WITHOUT_GLOBAL = ("block_diag", "joint_offset", "window", "window_softmax")  # for qqp4, whose two texts are long
+SOFTMAX_LAYERS = {"window_softmax": "2,5"}  # the layers of six that compute softmax instead
 NOT_CONVERTIBLE = ("flash", "tnn")  # they replace whole layers; their results say so in the words of linearize
 THREE_SEEDS = (SOFTMAX, "elu", "lln_diag", "joint_offset_global", "joint_offset")
 PRETRAINED = {
@@ -135,6 +138,11 @@ class Unit:
     def spec(self) -> str:
         return SPECS[self.kind][self.attention]
 
+    @property
+    def softmax_layers(self) -> str:
+        """Return the layers that compute softmax instead of the attention, or "" if none does."""
+        return SOFTMAX_LAYERS.get(self.attention, "")
+
     def result(self, results: Path) -> Path:
         return results / self.kind / f"{self.name}.json"
 
@@ -155,7 +163,7 @@ def all_units() -> list[Unit]:
     """Return the units of the tables in the order in which they run, the most informative first."""
     units = [Unit(FLOOR, task, TF_IDF, 1) for task in (*SHORT_TASKS, *LONG_TASKS, "qqp4")]
     units += [Unit(PRETRAINING, "", attention, 1) for attention in TWO_SEEDS]
-    units += _conversions(1, [name for name in CONVERTED if name not in WITH_LONG_BLOCKS])
+    units += _conversions(1, [name for name in CONVERTED if name not in (*WITH_LONG_BLOCKS, *SOFTMAX_LAYERS)])
     units += [Unit(PRETRAINING, "", attention, 1) for attention in PRETRAINED if attention not in TWO_SEEDS]
     for seed in (2, 3):
         units += _conversions(seed, THREE_SEEDS)

@@ -154,7 +154,13 @@ def test_runs_finish_and_are_not_repeated(tmp_path, capsys, monkeypatch):
     assert code == 0
     rows = {line.split()[0]: line.split() for line in first.out.splitlines() if line}
     assert rows["lln_diag:mix=joint_offset"][-1] == rows["elu"][-1] == "1"
-    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.json")}
+    runs = json.loads((tmp_path / "out" / "comparison.json").read_text())["runs"]
+    assert [run["attention"] for run in runs] == ["lln_diag:mix=joint_offset", "elu"]
+    for result in runs:
+        assert (result["seed"], result["updates"][-1]) == (3, 4)
+        assert f"{result['bits'][-1]:.2f}" in rows[result["attention"]]
+        assert f"{result['scores']['demo valid']:.1f}" in rows[result["attention"]]
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("valid.json")}
     written |= {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.pt")}
 
     code, second = run()

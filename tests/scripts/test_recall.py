@@ -37,7 +37,7 @@ def test_draws_of_distinct_integers_are_permutations_of_a_full_range():
 
 
 def test_accuracy_is_split_by_the_block_of_the_query():
-    rows = recall.RecallRows(torch.zeros(2, 64), torch.tensor([[31, 63], [33, 35]]), torch.tensor([[5, 6], [7, 8]]))
+    rows = recall.RecallRows(torch.zeros(2, 96), torch.tensor([[31, 63], [65, 67]]), torch.tensor([[5, 6], [7, 8]]))
 
     class Answers(torch.nn.Module):
         """Predicts the values 5, 6, 7 and 0, of which the last one is wrong."""
@@ -49,7 +49,32 @@ def test_accuracy_is_split_by_the_block_of_the_query():
         "all": 75.0,
         "same block": 100.0,
         "other block": pytest.approx(200 / 3),
+        "beyond": 50.0,
     }
+
+
+def test_last_layer_can_compute_softmax():
+    settings = recall.RecallSettings(
+        attention="window:block_size=4",
+        softmax_last=True,
+        length=16,
+        pairs=2,
+        filler="zeros",
+        rows=8,
+        width=32,
+        head_dim=16,
+        previous_token=True,
+        lr=0.01,
+        batch=4,
+        epochs=1,
+        target=99.0,
+        seed=1,
+    )
+
+    _, first, last = recall.RecallModel(settings).layers
+
+    assert type(first.attention).__name__ == "WindowAttention"
+    assert type(last.attention).__name__ == "SoftmaxAttention"
 
 
 @pytest.mark.parametrize("attention", ["softmax", "lln_diag:mix=joint_offset,block_size=4"])
@@ -61,7 +86,7 @@ def test_small_run_learns(attention, tmp_path, capsys):
     assert history[-1]["loss"] < history[0]["loss"] - 1
     last = history[-1]["accuracy"]["all"]
     row = capsys.readouterr().out.splitlines()[-1].split()
-    assert row == [attention, "0.01", f"{last:.1f}", f"{last:.1f}", "–", str(len(history))]
+    assert row == [attention, "0.01", f"{last:.1f}", f"{last:.1f}", "–", "–", str(len(history))]
 
 
 def test_previous_token_makes_recall_easy(tmp_path, capsys):
@@ -79,7 +104,7 @@ def test_table_has_the_best_learning_rate():
 
     row = recall.best_rate_row("lln", {0.1: [history(10), history(50)], 0.01: [history(40), history(30) * 2]})
 
-    assert row == ["lln", "0.01", *["35.0 (30.0–40.0)"] * 3, "1, 2"]
+    assert row == ["lln", "0.01", *["35.0 (30.0–40.0)"] * 4, "1, 2"]
 
 
 def test_finished_run_is_not_repeated(tmp_path, monkeypatch, capsys):
