@@ -176,6 +176,7 @@ def test_attentions_of_a_long_task_are_trained_from_the_same_start(tmp_path, mon
     task = Task("SST-2", train=32, held_out=16, epochs=1, start="sst2", batch_size=16, positions=1100)
     monkeypatch.setitem(units.TASKS, "sst2", Task("SST-2", train=32, held_out=16, epochs=1))
     monkeypatch.setitem(units.TASKS, "long", task)
+    monkeypatch.setitem(units.SOFTMAX_LAYERS, "lln_diag", "0")
     work = tmp_path / "work"
     make_model("bert", work / "minilm")
     options = ["--work", str(work), "--results", str(tmp_path), "--glue", str(write_raw_tasks(tmp_path / "glue"))]
@@ -191,7 +192,9 @@ def test_attentions_of_a_long_task_are_trained_from_the_same_start(tmp_path, mon
     start = f"{work}/teachers/sst2_seed1/checkpoint_last.pt"
     assert f"finetune_from_model={start} " in contents["softmax"]["commands"]["train long"]
     assert contents["lln_diag"]["commands"]["linearized"].startswith(f"lln_fairseq linearize {start} ")
+    assert "--softmax-layers 0 " in contents["lln_diag"]["commands"]["linearized"]
     words = contents["lln_diag"]["commands"]["train"].split()
+    assert "model.softmax_layers='0'" in words
     assert {"attention=lln_diag", "model.lln_diag_mix=average", "model.lln_diag_block_size=128"} <= set(words)
     monkeypatch.setattr(conversion, "LONG_STAGES", {"swapped": (0, 0), "linearized": (1, 0), "distilled": (1, 1)})
     assert table1.main(["conversion", "long", "block_diag", *options]) == 0
@@ -453,7 +456,7 @@ def test_report_of_one_long_conversion_and_two_schedules(tmp_path):
 
 
 def test_every_converted_attention_has_a_label():
-    assert {"softmax", *LABELS, *units.WITH_LONG_BLOCKS} == set(units.CONVERTED)
+    assert {"softmax", *LABELS, *units.WITH_LONG_BLOCKS, *units.SOFTMAX_LAYERS} == set(units.CONVERTED)
 
 
 def test_report_without_results_says_what_to_run(tmp_path):
