@@ -90,7 +90,6 @@ class Spec:
     form: str  # a key of WEIGHTS
     block_size: int = 1
     dropout: float = 0.0  # probability of dropping a softmax weight inside a block
-    matched: bool = False  # the backend computes α and β by moment matching, while it reads q and k in any case
     max_global: int = (
         0  # an upper bound of the global tokens of a sequence, at most N; only for the joint form and Diag
     )
@@ -103,7 +102,7 @@ class Inputs(NamedTuple):
     q: Tensor  # (B, H, N, D)
     k: Tensor  # (B, H, N, D)
     v: Tensor  # (B, H, N, D)
-    alpha: Tensor | None = None  # (B, H); None if the backend matches it, and without LLN
+    alpha: Tensor | None = None  # (B, H); None without LLN, and if the backend finds it by moment matching
     beta: Tensor | None = None  # (B, H), as alpha
     offset: Tensor | None = None  # o of the joint form, (B, H)
     padding: Tensor | None = None  # bool (B, N), True = padded; None if nothing is padded
@@ -161,8 +160,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def hybrid_formula(spec: Spec, inputs: Inputs) -> Tensor:
     """Compute the call with the α and β of the inputs, and return (B, H, N, D) in the dtype of q.
 
-    The softmax rows of global queries are not computed here. Dropout uses torch's generator and not the seed, and
-    `spec.matched` is ignored.
+    The softmax rows of global queries are not computed here. Dropout uses torch's generator and not the seed.
     """
     heads = load_heads(spec, inputs)
     sums = None

@@ -18,7 +18,7 @@ from lln_fairseq.ops.formula import DIAG, Inputs, Spec
 def compiled_attention(spec: Spec, inputs: Inputs, backend: str) -> Tensor:
     """Compute a call under torch.compile. The seed is an input, so that recomputing the pass drops the same weights."""
     q, k, v, alpha, beta, offset, padding, _, seed = inputs
-    settings = (spec.form, spec.block_size, spec.dropout, spec.matched, spec.neighbors, backend)
+    settings = (spec.form, spec.block_size, spec.dropout, spec.neighbors, backend)
     return torch.ops.lln_fairseq.hybrid_attention(q, k, v, alpha, beta, offset, padding, seed, *settings)[0]
 
 
@@ -35,7 +35,6 @@ def _forward(
     form: str,
     block_size: int,
     dropout: float,
-    matched: bool,
     neighbors: int,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
@@ -44,14 +43,14 @@ def _forward(
     An operator must not return its inputs, nor None. So α and β are returned as copies, or as empty tensors without
     LLN.
     """
-    spec = Spec(form, block_size, dropout, matched, neighbors=neighbors)
+    spec = Spec(form, block_size, dropout, neighbors=neighbors)
     inputs = Inputs(q, k, v, alpha, beta, offset, padding, seed=seed)
     out, used_alpha, used_beta, saved = load_backend(backend).forward(spec, inputs)
     if form == DIAG:
         return out, q.new_empty(0), q.new_empty(0), list(saved)
     assert used_alpha is not None
     assert used_beta is not None
-    if not matched:
+    if alpha is not None:
         used_alpha = used_alpha.clone()
         used_beta = used_beta.clone()
     return out, used_alpha, used_beta, list(saved)
@@ -62,8 +61,8 @@ def _forward_shapes(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, *other_inputs: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Return empty tensors with the shapes, dtypes and strides of `_forward`'s results, for tracing."""
-    form, block_size, dropout, matched, neighbors, backend = other_inputs[3:]
-    spec = Spec(form, block_size, dropout, matched, neighbors=neighbors)
+    form, block_size, dropout, neighbors, backend = other_inputs[3:]
+    spec = Spec(form, block_size, dropout, neighbors=neighbors)
     results, saved = load_backend(backend).allocate(spec, q, k, v)
     if form == DIAG:
         return results[0], q.new_empty(0), q.new_empty(0), list(saved)
@@ -89,12 +88,11 @@ def _backward(
     form: str,
     block_size: int,
     dropout: float,
-    matched: bool,
     neighbors: int,
     backend: str,
 ) -> list[Tensor]:
     """Return the gradients of q, k, v, α, β and the offset; an empty tensor for one that is not needed."""
-    spec = Spec(form, block_size, dropout, matched, neighbors=neighbors)
+    spec = Spec(form, block_size, dropout, neighbors=neighbors)
     inputs = Inputs(q, k, v, alpha, beta, offset, padding, seed=seed)
     gradients = load_backend(backend).backward(spec, inputs, saved, grad, needed)
     return [q.new_empty(0) if x is None else x for x in gradients]
@@ -105,8 +103,8 @@ def _backward_shapes(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, *other_inputs: Any
 ) -> list[Tensor]:
     """Return empty tensors with the shapes, dtypes and strides of `_backward`'s results, for tracing."""
-    needed, form, block_size, dropout, matched, neighbors, backend = other_inputs[4:]
-    spec = Spec(form, block_size, dropout, matched, neighbors=neighbors)
+    needed, form, block_size, dropout, neighbors, backend = other_inputs[4:]
+    spec = Spec(form, block_size, dropout, neighbors=neighbors)
     results, _ = load_backend(backend).allocate(spec, q, k, v)
     gradients = list(results)
     for need in needed:

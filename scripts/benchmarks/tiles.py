@@ -50,12 +50,12 @@ def spec_with_kernel(kernel: str) -> Spec:
     if kernel.endswith("_long"):
         block_size = 2 * LONG_BLOCK
     if passes in ("moments", "state", "grad"):
-        return Spec(AVERAGE, block_size, matched=True)
+        return Spec(AVERAGE, block_size)
     # Without LLN, the gradients of queries and keys are computed apart only if there are global tokens.
     max_global = 0
     if kernel in ("queries_diag", "keys_diag"):
         max_global = block_size
-    return Spec(form[0], block_size, matched=form[0] != "diag", max_global=max_global)
+    return Spec(form[0], block_size, max_global=max_global)
 
 
 def make_call(kernel: str, length: int, args: argparse.Namespace) -> Callable[[], object]:

@@ -121,7 +121,7 @@ def test_operator_passes_torchs_checks(layout, form, matched, backend):
     seed = torch.tensor([7])
     for mask, dropout in ((None, 0.0), (torch.arange(24)[None] >= 19, 0.1)):
         neighbors = 1 if form == DIAG else 0
-        settings = (form, 16, 0.0 if form == LLN else dropout, matched, neighbors, backend)
+        settings = (form, 16, 0.0 if form == LLN else dropout, neighbors, backend)
         arguments = (*leaves, alpha, beta, offset, mask, seed if dropout else None, *settings)
         torch.library.opcheck(torch.ops.lln_fairseq.hybrid_attention.default, arguments)
 

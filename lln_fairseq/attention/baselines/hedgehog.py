@@ -1,7 +1,5 @@
 """Hedgehog: linear attention with a learned feature map that can be as concentrated as softmax (arXiv 2402.04347)."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
@@ -9,12 +7,7 @@ from lln_fairseq.attention.baselines.learned_features import LearnedFeatureAtten
 from lln_fairseq.attention.registry import register_attention
 
 
-@dataclass
-class HedgehogConfig(LearnedFeatureConfig):
-    """The options of Hedgehog."""
-
-
-@register_attention("hedgehog", HedgehogConfig)
+@register_attention("hedgehog", LearnedFeatureConfig)
 class HedgehogAttention(LearnedFeatureAttention):
     """Linear attention with φ(x) = [softmax(W x), softmax(-W x)], with a matrix W for every head.
 
@@ -22,7 +15,7 @@ class HedgehogAttention(LearnedFeatureAttention):
     """
 
     def __init__(
-        self, config: HedgehogConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
+        self, config: LearnedFeatureConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
     ) -> None:
         super().__init__(config, num_heads, head_dim, max_positions, dropout)
         self.weight = nn.Parameter(torch.eye(head_dim).repeat(num_heads, 1, 1))  # (H, D, D)

@@ -74,7 +74,7 @@ def forward(
     spec: Spec, inputs: Inputs, exchange: Exchange | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Sequence[Tensor]]:
     """See `Backend.forward`. It saves the sums over the keys."""
-    if spec.matched:
+    if spec.form != DIAG and inputs.alpha is None:
         table = calibration_table(inputs.q.shape[-1], inputs.q.device)
         alpha, beta = match_moments(inputs.q, inputs.k, inputs.padding, table)
         inputs = inputs._replace(alpha=alpha, beta=beta)

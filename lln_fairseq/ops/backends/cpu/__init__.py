@@ -202,7 +202,7 @@ def forward(
     alpha = inputs.alpha
     beta = inputs.beta
     table = None
-    if spec.matched:
+    if spec.form != DIAG and inputs.alpha is None:
         alpha = q.new_empty(q.shape[:2])
         beta = q.new_empty(q.shape[:2])
         table = calibration_table(q.shape[3])
