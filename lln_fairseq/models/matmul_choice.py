@@ -219,24 +219,6 @@ def time_ways(shape: Shape) -> dict[str, list[float]]:
     return times
 
 
-@torch.no_grad()
-def bfloat16_speed() -> float:
-    """Measure how many times as fast as in float32 a CPU computes nn.Linear in bfloat16, for ROWS[1] tokens."""
-    shape = (1536, 384)
-    times = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.ones(ROWS[1], shape[1], dtype=dtype)
-        weight = torch.ones(shape, dtype=dtype)
-        F.linear(x, weight)
-        passed = []
-        for _ in range(REPEATS):
-            start = time.perf_counter()
-            F.linear(x, weight)
-            passed.append(time.perf_counter() - start)
-        times[dtype] = min(passed)
-    return times[torch.float32] / times[torch.bfloat16]
-
-
 def working_way(way_class: type[Way], weight: Tensor, bias: Tensor) -> Way | None:
     """Return the way with this weight, or None if it raises an exception or its result is wrong."""
     x = torch.randn(ROWS[0], weight.shape[1], generator=torch.Generator().manual_seed(1))
