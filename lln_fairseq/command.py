@@ -48,8 +48,6 @@ def run_main(program: Callable[[], int | None], interrupted: str = "interrupted"
     parent = os.environ.pop(PARENT, None)
     if parent:
         exit_with_parent(int(parent))
-    if sys.stderr is None:  # closed by the shell: print and tqdm would fail or write to standard output instead
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  it stays open until the process ends
     try:
         with handle_signals():
             return program() or 0

@@ -100,8 +100,6 @@ def check_sizes(state: Mapping[str, Any], options: Any, path: str) -> None:
     heads = stored.get("encoder_attention_heads") or PRESET_HEADS.get(name.rpartition("_")[2])
     if isinstance(heads, int):
         sizes["encoder_attention_heads"] = heads
-    if options.get("encoder_layers_to_keep"):
-        del sizes["encoder_layers"]
     differing = [key for key in SIZE_FIELDS if key in sizes and sizes[key] != options[key]]
     if not differing:
         return

@@ -214,12 +214,10 @@ def _layer_stack(parameters: Mapping[str, Any]) -> dict[str, Any]:
 def _check_sizes(options: Mapping[str, Any], parameters: Mapping[str, Any], path: str) -> int | None:
     """Raise UserError if a size in a model's options differs from its parameters, or max_positions exceeds the table.
 
-    Options that are missing or None are accepted. So are a smaller max_positions and, with encoder_layers_to_keep, any
-    number of layers. Return the number of positions in the positional table, or None if there is no table.
+    Options that are missing or None are accepted, and so is a smaller max_positions. Return the number of positions in
+    the positional table, or None if there is no table.
     """
     for option, size in parameter_sizes(parameters).items():
-        if option == "encoder_layers" and options.get("encoder_layers_to_keep"):
-            continue
         if options.get(option) not in (None, size):
             raise UserError(f"{path}: {option} is {options[option]}, but its parameters have {size}")
     rows = len(_layer_stack(parameters).get("embed_positions.weight", ()))

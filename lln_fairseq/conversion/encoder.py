@@ -85,14 +85,4 @@ def require_shapes(
     for name, expected in shapes.items():
         actual = tuple(tensors[name].shape)
         if actual != expected:
-            raise UserError(
-                f"{source}: the shape of {name} must be {_shape_text(expected)} according to {reference}, "
-                f"got {_shape_text(actual)}"
-            )
-
-
-def _shape_text(shape: tuple[int, ...]) -> str:
-    """Return a shape as text, for example "3 x 5"; a scalar's is "scalar"."""
-    if not shape:
-        return "scalar"
-    return " x ".join(str(size) for size in shape)
+            raise UserError(f"{source}: the shape of {name} must be {expected} according to {reference}, got {actual}")

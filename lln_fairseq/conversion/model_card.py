@@ -14,8 +14,6 @@ PIPELINES = {
     "ForSequenceClassification": "text-classification",
     SENTENCE_VECTORS: "sentence-similarity",
 }
-SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-ATTENTION_OPTIONS = ("mix", "block_size", "neighbors", "global_tokens", "scope", "constants", "gain", "alpha", "beta")
 APPROXIMATE = (
     " - tokenizer: SentencePiece with a table that normalizes characters. `transformers` applies the table to whole\n"
     "   grapheme clusters, SentencePiece to single code points. The ids may differ if a text has combining marks\n"
@@ -61,8 +59,6 @@ def model_card(
     else:
         lines += _usage(config, purpose, has_tokenizer)
     lines += ["", "## Properties", ""]
-    for key in SIZES:
-        lines.append(f" - {key.replace('_', ' ')}: {config[key]}")
     longest = longest_exported_sequence(config)
     lines.append(f" - longest sequence: {longest} tokens")
     if has_onnx:
@@ -85,23 +81,19 @@ def model_card(
 
 
 def _describe_attention(config: Mapping[str, Any]) -> str:
-    """Return one or two sentences about the model's attention and its options."""
+    """Return one or two sentences about the model's attention."""
     if "attention" not in config:
         return "Its attention is softmax: it is a stock RoBERTa and needs no code of its own."
     if config["attention"] == STOCK_ATTENTION:
         return (
             "Its attention is softmax. It needs code of its own for rotary positions or for its order of layer norms."
         )
-    options = [f"{key} {config[key]}" for key in ATTENTION_OPTIONS if config.get(key) is not None]
     name = f"Linear Log-Normal attention ({PAPER})"
     if config["attention"] == "block_diag":
         name = "softmax inside blocks of tokens"
     if config["attention"] == "window":
         name = "softmax over the own and neighboring blocks of tokens"
-    sentence = (
-        f"Its attention is `{config['attention']}`, {name}, whose cost is linear in the length of the sequence: "
-        f"{', '.join(options)}."
-    )
+    sentence = f"Its attention is `{config['attention']}`, {name}, whose cost is linear in the length of the sequence."
     if config.get("softmax_layers"):
         layers = ", ".join(str(layer) for layer in config["softmax_layers"])
         sentence += f" These layers, counted from 0, have softmax attention, whose cost is quadratic: {layers}."

@@ -151,28 +151,26 @@ def _modes(config: dict[str, Any], path: Path) -> list[str]:
 
 def read_lower_case(directory: Path) -> bool:
     """Return True if SentenceTransformer puts texts into lower case before the tokenizer of a directory gets them."""
-    for name in SENTENCE_CONFIGS:
-        path = directory / name
-        if path.exists():
-            value = read_json(path).get("do_lower_case", False)
-            if not isinstance(value, bool):
-                raise UserError(f"{path}: do_lower_case must be true or false, got {str(value)[:80]!r}")
-            return value
-    return False
+    value = _read_sentence_config(directory).get("do_lower_case", False)
+    if not isinstance(value, bool):
+        raise UserError(f"{directory}: do_lower_case must be true or false, got {str(value)[:80]!r}")
+    return value
 
 
 def note_max_length(directory: Path, positions: int) -> list[str]:
     """Return a note if SentenceTransformer cuts texts before the end of `positions`, or an empty list."""
-    for name in SENTENCE_CONFIGS:
-        path = directory / name
-        if path.exists():
-            longest = read_json(path).get("max_seq_length")
-            if isinstance(longest, int) and longest < positions:
-                return [
-                    f"texts are now cut at {positions} tokens, or at --positions, not at max_seq_length ({longest})"
-                ]
-            return []
+    longest = _read_sentence_config(directory).get("max_seq_length")
+    if isinstance(longest, int) and longest < positions:
+        return [f"texts are now cut at {positions} tokens, or at --positions, not at max_seq_length ({longest})"]
     return []
+
+
+def _read_sentence_config(directory: Path) -> dict[str, Any]:
+    """Return the content of the first of SENTENCE_CONFIGS that exists, or an empty dictionary if none does."""
+    for name in SENTENCE_CONFIGS:
+        if (directory / name).exists():
+            return read_json(directory / name)
+    return {}
 
 
 def check_prompts(directory: Path) -> list[str]:

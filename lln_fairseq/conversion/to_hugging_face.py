@@ -48,7 +48,6 @@ PURPOSES = ("ForMaskedLM", "ForSequenceClassification")  # suffixes of the class
 SENTENCE_VECTORS = ""  # the purpose of a model without a head
 REQUIRED_OPTIONS = {  # the options of which Hugging Face's RoBERTa supports a single value
     "activation_fn": "gelu",
-    "spectral_norm_classification_head": False,
     "pooling": "first",
     "pooler_dim": None,
     "two_towers": False,

@@ -60,8 +60,6 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
 
 def predict_lines(args: argparse.Namespace) -> None:
     """Write a prediction for every line of args.input to args.output. After an error, an output file is not written."""
-    if args.output == STANDARD_STREAM and sys.stdout is None:
-        raise UserError("standard output is closed: give --output FILE")
     reject_input_as_output(args.input, args.output)
     with ExitStack() as stack:
         lines = stack.enter_context(open_lines(args.input))
@@ -122,14 +120,11 @@ def _split_lines(lines: Iterable[tuple[int, str]], inputs: Sequence[int]) -> Ite
 def open_lines(name: str) -> Iterator[Iterable[str]]:
     """Open a UTF-8 file, or standard input for "-", and yield an iterable of its lines without their ends.
 
-    The iterable shows a progress bar, and raises the exceptions of `read_lines`. UserError is raised if standard input
-    is closed.
+    The iterable shows a progress bar, and raises the exceptions of `read_lines`.
     """
     if name != STANDARD_STREAM:
         with open(name, "rb") as file:
             yield tqdm(read_lines(file, name), unit=" lines", disable=None)
-    elif sys.stdin is None:
-        raise UserError("standard input is closed: give --input FILE")
     else:
         yield tqdm(read_lines(sys.stdin.buffer, "standard input"), unit=" lines", disable=None)
 

@@ -62,7 +62,6 @@ class Progress:
         out_is_teacher = args.teacher.resolve().parent == args.out.resolve()
         if out_is_teacher or (model.exists() and not self.file.exists()):
             raise UserError(f"{args.out} holds another model: give another OUT")
-        self.files_before = self._file_identities()
         if not self.file.exists():
             return
         saved = load_plain_data(str(self.file))
@@ -94,26 +93,10 @@ class Progress:
         if not all(isinstance(layer, int) for layer in layers):
             raise UserError(f"{self.file} is damaged: softmax_layers must be numbers, got {layers}: {ADVICE}")
 
-    def _file_identities(self) -> list[tuple[int, ...] | None]:
-        """Return what changes when OUT/linearize.pt or OUT/model.pt is written, or None for a missing file."""
-        identities: list[tuple[int, ...] | None] = []
-        for path in (self.file, self.args.out / CHECKPOINT):
-            if path.exists():
-                status = path.stat()
-                identities.append((status.st_dev, status.st_ino, status.st_mtime_ns))
-            else:
-                identities.append(None)
-        return identities
-
     def create_directory(self) -> None:
         """Create OUT and lock it as long as this object lives."""
         self.args.out.mkdir(parents=True, exist_ok=True)
         self.lock = lock_directory(self.args.out, "conversion", "OUT")
-        if self._file_identities() != self.files_before:
-            raise UserError(
-                f"another program has written {self.args.out} in the meantime: run the command again, or give another "
-                "OUT"
-            )
 
     def finish(self) -> None:
         """Record that the model has been written."""

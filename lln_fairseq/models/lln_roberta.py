@@ -92,11 +92,8 @@ class RobertaConfig(FairseqDataclass):
     load_checkpoint_heads: bool = field(default=False, metadata={"help": "load classification heads of checkpoints"})
     untie_weights_roberta: bool = field(default=False, metadata={"help": "untie embedding and output weights"})
     encoder_layerdrop: float = field(default=0.0, metadata={"help": "LayerDrop probability"})
-    encoder_layers_to_keep: Optional[str] = field(default=None, metadata={"help": "comma-separated layers to keep"})
     quant_noise_pq: float = field(default=0.0, metadata={"help": "iterative PQ quantization noise"})
     quant_noise_pq_block_size: int = field(default=8, metadata={"help": "block size of quantization noise"})
-    quant_noise_scalar: float = field(default=0.0, metadata={"help": "scalar quantization noise"})
-    spectral_norm_classification_head: bool = field(default=False, metadata={"help": "spectral norm on the head"})
     checkpoint_activations: bool = field(
         default=False,
         metadata={"help": "recompute each layer in the backward pass: less memory, more time"},

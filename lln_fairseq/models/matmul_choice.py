@@ -76,7 +76,7 @@ def plan_linear_layers(precision: str, shapes: Counter[Shape]) -> Plan:
         candidates = [name for name in allowed if _is_worthwhile(totals[name], totals[FLOAT32])]
         precision = min(candidates, key=lambda name: totals[name][1], default=FLOAT32)
     elif precision != FLOAT32 and not _is_worthwhile(totals[precision], totals[FLOAT32]):
-        reason = _reason_against(totals[precision], totals[FLOAT32])
+        reason = "is slow or does not work" if math.inf in totals[precision] else "is not faster"
         logger.warning("%s %s on this processor: the model computes in float32", precision, reason)
         precision = FLOAT32
     ways = {shape: WAYS[_fastest_way(precision, times[shape])] for shape in shapes}
@@ -105,16 +105,6 @@ def _pinned_plan(precision: str, shapes: Counter[Shape], names: list[str]) -> Pl
 def _is_worthwhile(times: list[float], float_times: list[float]) -> bool:
     """Return True if a precision whose products take `times` for ROWS should be used in place of float32."""
     return times[0] <= MARGIN * float_times[0] and times[1] < float_times[1]
-
-
-def _reason_against(times: list[float], float_times: list[float]) -> str:
-    """Return a predicate that says why a precision is not used; the arguments are for `_is_worthwhile`."""
-    if math.inf in times:
-        return "is slow or does not work"
-    parts = []
-    for rows, own, of_float in zip(ROWS, times, float_times, strict=True):
-        parts.append(f"{1e3 * own:.1f} against {1e3 * of_float:.1f} ms for {rows} tokens")
-    return f"is not faster (linear layers: {', '.join(parts)})"
 
 
 def _total_times(precision: str, shapes: Counter[Shape], times: dict[Shape, dict[str, list[float]]]) -> list[float]:
@@ -217,24 +207,6 @@ def time_ways(shape: Shape) -> dict[str, list[float]]:
         fastest = min(times[name][index] for name in remaining)
         remaining = {name: way for name, way in remaining.items() if times[name][index] <= SLOWEST * fastest}
     return times
-
-
-@torch.no_grad()
-def bfloat16_speed() -> float:
-    """Measure how many times as fast as in float32 a CPU computes nn.Linear in bfloat16, for ROWS[1] tokens."""
-    shape = (1536, 384)
-    times = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.ones(ROWS[1], shape[1], dtype=dtype)
-        weight = torch.ones(shape, dtype=dtype)
-        F.linear(x, weight)
-        passed = []
-        for _ in range(REPEATS):
-            start = time.perf_counter()
-            F.linear(x, weight)
-            passed.append(time.perf_counter() - start)
-        times[dtype] = min(passed)
-    return times[torch.float32] / times[torch.bfloat16]
 
 
 def working_way(way_class: type[Way], weight: Tensor, bias: Tensor) -> Way | None:

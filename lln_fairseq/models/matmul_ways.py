@@ -139,16 +139,9 @@ class QLinearWay(Int8Way):
         return torch.ops.onednn.qlinear_prepack(numbers, None)
 
     def multiply(self, numbers: Tensor) -> Tensor:
-        settings: tuple = (
-            1.0,
-            0,
-            torch.float32,
-            "none",
-            [],
-            "",
-        )  # scale, zero point and type of the result, no activation
+        result_settings: tuple = (1.0, 0, torch.float32, "none", [], "")  # scale, zero point and type, no activation
         return torch.ops.onednn.qlinear_pointwise(
-            numbers, 1.0, 0, self.weight, self.weight_scales, self.zero_points, None, *settings
+            numbers, 1.0, 0, self.weight, self.weight_scales, self.zero_points, None, *result_settings
         )
 
 

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,8 +25,7 @@ class AttentionProbe:
     def __init__(self, cfg: Any) -> None:
         self.cfg = cfg
         self._probe: Any = None  # built when it first runs
-        self._probe_seconds = 0.0  # total of this process
-        self._start = 0.0  # when training began in this process, by time.perf_counter
+        self._has_started = False
 
     def before_step(self, model: nn.Module, updates: int, datasets: Mapping[str, Any]) -> None:
         """Measure the model before its first update. Every later call, and every call in a resumed run, does nothing.
@@ -35,10 +33,9 @@ class AttentionProbe:
         `updates` is the number of completed updates, and `datasets` has the loaded splits by name. A model without an
         attention of this package raises UserError.
         """
-        if self._start == 0.0:
-            self._start = time.perf_counter()
-            if updates == 0:
-                self._run_probe(model, 0, datasets)
+        if not self._has_started and updates == 0:
+            self._run_probe(model, 0, datasets)
+        self._has_started = True
 
     def after_update(self, model: nn.Module, updates: int, datasets: Mapping[str, Any]) -> None:
         """Measure the model if the number of completed updates is a multiple of the interval."""
@@ -54,12 +51,7 @@ class AttentionProbe:
         if self._probe is None:
             self._probe = self._build_probe(model, datasets)
         seconds = self._probe(model, updates)
-        self._probe_seconds += seconds
-        message = f"probe at update {updates}: {seconds:.2f} s"
-        if updates:
-            fraction = self._probe_seconds / (time.perf_counter() - self._start)
-            message += f"; probes took {fraction:.1%} of the training time so far"
-        logger.info(message)
+        logger.info(f"probe at update {updates}: {seconds:.2f} s")
 
     def _build_probe(self, model: nn.Module, datasets: Mapping[str, Any]) -> Any:
         """Choose the fixed batch, and return the probe that measures it.

@@ -61,12 +61,6 @@ RANGES = {
     "task.leave_unmasked_prob": PROBABILITY,
     "task.random_token_prob": PROBABILITY,
 }
-
-# Options that make fairseq fail with a traceback, or save checkpoints that cannot be loaded.
-NOT_TRAINABLE = {
-    "model.spectral_norm_classification_head": "its checkpoints cannot be loaded. Leave it out",
-    "model.encoder_layers_to_keep": "its checkpoints would record all layers. Set model.encoder_layers instead",
-}
 DEFAULT_CRITERION = "cross_entropy"  # fairseq's
 # Metrics that select the best checkpoint, of fairseq's criterions and of this package's.
 LOWER_IS_BETTER = ("loss", "nll_loss", "ppl")
@@ -139,15 +133,8 @@ def check_ranges(cfg: Any) -> None:
             raise UserError(f"{option} must be in [{lowest}, {highest}], got {number}")
 
 
-def check_trainable(cfg: Any) -> None:
-    """Raise UserError for a fairseq option that makes training fail, and for a mask_prob outside (0, 1).
-
-    A mask_prob that is missing or None, as in a task without masks, is accepted.
-    """
-    for option, reason in NOT_TRAINABLE.items():
-        group, key = option.split(".")
-        if getattr(cfg.get(group), key, None):
-            raise UserError(f"{option} does not work in training: {reason}")
+def check_mask_prob(cfg: Any) -> None:
+    """Raise UserError for a mask_prob outside (0, 1), but not if it is missing or None, as in a task without masks."""
     mask_prob = getattr(cfg.task, "mask_prob", None)
     if mask_prob is not None and not 0 < mask_prob < 1:
         raise UserError(f"task.mask_prob must be more than 0 and less than 1, got {mask_prob}")

@@ -68,7 +68,7 @@ def start_run(run_in_worker: Callable, original: Callable, cfg: Any, main: Calla
         settings.check_criterion(cfg)
         settings.complete_schedule(cfg)
         settings.check_precision(cfg)
-        settings.check_trainable(cfg)
+        settings.check_mask_prob(cfg)
         settings.number_softmax_layers(cfg)
         settings.check_options_of_other_mechanisms(cfg)
         settings.check_best_metric(cfg)

@@ -10,7 +10,6 @@ from fairseq.trainer import Trainer
 
 from lln_fairseq.checkpoints.compatibility import option_value
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION, plain_options, softmax_layers
-from lln_fairseq.models.matmul_choice import bfloat16_speed
 from lln_fairseq.models.options import attention_options
 from lln_fairseq.training.padding_report import row_lengths
 from lln_fairseq.training.schedule import total_updates
@@ -116,7 +115,7 @@ def _batch(trainer: Trainer, batches: int) -> str:
 
 
 def _precision(trainer: Trainer) -> str:
-    """Describe the precision and the device, and log a warning if bf16 is slower than fp32 on this CPU."""
+    """Describe the precision and the device."""
     common = trainer.cfg.common
     kind = "fp32"
     for name in ("fp16", "bf16", "amp"):
@@ -128,14 +127,7 @@ def _precision(trainer: Trainer) -> str:
         kind = "fp32 with autocast to bf16"
     if trainer.device.type == "cuda":
         return f"{kind} on {torch.cuda.get_device_name(trainer.device)}"
-    if not common.bf16:
-        return f"{kind} on CPU"
-    speed = bfloat16_speed()
-    if speed < 1:
-        logger.warning(
-            "this CPU multiplies bf16 more slowly than fp32 (%.2f times as fast): train without bf16 here", speed
-        )
-    return f"{kind} on CPU, whose products are {speed:.1f} times as fast as in fp32"
+    return f"{kind} on CPU"
 
 
 def _directory(cfg: Any) -> str:

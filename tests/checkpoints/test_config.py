@@ -62,7 +62,7 @@ def forgeries(mark):
         ({"cfg.task._name": "audio_pretraining", "cfg.task.post_save_script": "touch x"}, "holds the task"),
         ({"cfg.model.activation_fn": touch_code(mark)}, "the model's option activation_fn: Invalid value"),
         ({"cfg.model.dropout": touch_code(mark)}, "the model's option dropout: Value .* could not be converted"),
-        ({"cfg.model.encoder_layers_to_keep": "${oc.env:HOME}"}, "encoder_layers_to_keep is not a plain value"),
+        ({"cfg.model.softmax_layers": "${oc.env:HOME}"}, "softmax_layers is not a plain value"),
         ({"cfg.task.data": {"a": 1}}, "the task's option data is not a plain value"),
         ({"cfg.model.encoder_embed_dim": 1 << 40}, r"encoder_embed_dim is \d+, but its parameters have 32"),
         ({"cfg.model.encoder_layers": 9}, "encoder_layers is 9, but its parameters have 2"),

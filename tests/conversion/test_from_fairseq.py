@@ -106,7 +106,7 @@ BAD_CHECKPOINTS = {
     ),
     "shape": (
         lambda state: replace_parameter(state, "layers.1.fc1.bias", torch.zeros(3)),
-        r"layers.1.fc1.bias must be 64 according to its embeddings and first layer, got 3",
+        r"layers.1.fc1.bias must be \(64,\) according to its embeddings and first layer, got \(3,\)",
     ),
     "missing": (
         lambda state: replace_parameter(state, "layers.1.fc1.bias", None),

@@ -804,21 +804,6 @@ def test_vectors_are_not_written_to_a_device(tmp_path, capsys):
     assert (code, errors) == (1, "error: --output must be a file, got /dev/null\n")
 
 
-@pytest.mark.parametrize(("stream", "option"), [("stdin", "--input FILE"), ("stdout", "--output FILE")])
-def test_closed_stream_is_reported(stream, option, runs, monkeypatch, capsys):
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, stream, None)
-        assert main(["predict", str(runs["SST-2"])]) == 1
-    assert f"is closed: give {option}" in capsys.readouterr().err
-
-
-def test_closed_stderr_does_not_stop_prediction(runs, tmp_path, monkeypatch, capsys):
-    (tmp_path / "in").write_text("film\n")
-    monkeypatch.setattr(sys, "stderr", None)
-    code, output, _ = predict(capsys, runs["SST-2"], "--input", tmp_path / "in")
-    assert (code, output.count("\n")) == (0, 1)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

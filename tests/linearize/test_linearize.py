@@ -363,28 +363,6 @@ def test_directory_of_a_running_conversion_is_rejected(teacher, tmp_path, capsys
     assert [path.name for path in out.iterdir()] == ["training.lock"]
 
 
-def test_run_that_ended_while_another_one_loaded_is_kept(teacher, tmp_path, monkeypatch, capsys):
-    path, data = teacher
-    out = tmp_path / "out"
-    build_students = Students.__init__
-    is_first = True
-
-    def let_another_run_end(*args):
-        nonlocal is_first
-        if is_first:
-            is_first = False
-            assert run(path, data, out, *SHORT) == 0
-        build_students(*args)
-
-    monkeypatch.setattr(Students, "__init__", let_another_run_end)
-
-    assert run(path, data, out, *STUDENT, *SHORT) == 1
-
-    assert capsys.readouterr().err.startswith(f"error: another program has written {out} in the meantime: ")
-    assert run(path, data, out, *SHORT) == 0
-    assert "is complete" in capsys.readouterr().out
-
-
 def test_training_warns_about_changed_options_of_the_student(teacher, tmp_path, monkeypatch, caplog):
     """The checkpoint states all options of its attention, also those that had their defaults."""
     path, data = teacher

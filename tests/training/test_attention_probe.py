@@ -48,9 +48,7 @@ def test_probe_does_not_change_training(training_options, corpus, tmp_path, monk
     ]
     assert len(messages) == 1 + 3
     assert "3 sequences of split 'valid'" in messages[0]
-    assert re.fullmatch(
-        r"probe at update 4: \d+\.\d\d s; probes took \d+\.\d% of the training time so far", messages[-1]
-    )
+    assert re.fullmatch(r"probe at update 4: \d+\.\d\d s", messages[-1])
 
 
 def test_resumed_run_measures_the_same_batch(corpus, tmp_path, monkeypatch):

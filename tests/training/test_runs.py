@@ -147,9 +147,7 @@ def test_full_disk_keeps_last_checkpoint(corpus, tmp_path, monkeypatch):
         (("--distributed-world-size", 3), "3 workers .* it has 0"),
         (("--global-batch", 64, "--update-freq", 2), r"batch_size 8 x optimization.update_freq 2 x 1 workers is 16"),
         (("--finetune-from-model", "nowhere.pt"), "nowhere.pt: no such checkpoint"),
-        (("--spectral-norm-classification-head",), r"model\.spectral_norm_classification_head does not work"),
         (("--mask-prob", 0), r"task\.mask_prob must be more than 0 and less than 1, got 0\.0"),
-        (("--encoder-layers-to-keep", 0), r"model\.encoder_layers_to_keep does not work .* Set model\.encoder_layers"),
     ],
 )
 def test_impossible_settings_are_rejected(wrong_options, message, corpus, tmp_path, monkeypatch):

@@ -12,7 +12,6 @@ from omegaconf import OmegaConf
 
 from lln_fairseq.errors import UserError
 from lln_fairseq.fairseq_compat.log_filters import DETAILS
-from lln_fairseq.training import summary
 from tests.fairseq_runs import LLN, MASKED_LM, train
 from tests.training.conftest import RUN_OPTIONS
 
@@ -37,16 +36,6 @@ def test_log_begins_with_summary(run_copy, tmp_path, monkeypatch, caplog):
     assert yaml.safe_load((run_copy.save_dir / "config.yaml").read_text())["model"]["encoder_embed_dim"] == 32
     assert max(len(record.getMessage()) for record in caplog.records) < 1000
     assert not {record.name for record in caplog.records} & {name for name, words in DETAILS.items() if not words}
-
-
-@pytest.mark.parametrize("speed", [0.2, 1.9])
-def test_summary_says_whether_bf16_is_faster(speed, corpus, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(summary, "bfloat16_speed", lambda: speed)
-    options = (*MASKED_LM, *LLN, "--bf16", "--no-save", "--max-update", 1)
-    with caplog.at_level(logging.INFO):
-        train(monkeypatch, tmp_path / "log", corpus, tmp_path / "run", *options)
-    assert f"precision  bf16 on CPU, whose products are {speed} times as fast as in fp32\n" in caplog.text
-    assert ("multiplies bf16 more slowly than fp32 (0.20 times as fast)" in caplog.text) == (speed < 1)
 
 
 def test_autocast_keeps_weights_and_gradients_in_float32(corpus, tmp_path, monkeypatch, caplog):
