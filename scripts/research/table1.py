@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--updates", type=at_least_one, default=UPDATES, help="of pre-training's schedule (%(default)s)"
         )
     commands.add_parser("list", help="print the units")
-    commands.add_parser("report", help="write the tables and pictures of the results")
+    commands.add_parser("report", help="write the tables and the picture of the results")
     for command in commands.choices.values():
         command.add_argument("--results", type=Path, default=RESULTS, help="(default: %(default)s)")
     args = parser.parse_args(argv)

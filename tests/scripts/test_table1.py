@@ -379,8 +379,6 @@ def test_report_has_means_ranges_and_the_control(tmp_path):
     assert "| TF-IDF and logistic regression | 58.0 |  |" in lines
     assert "- TNN: tnn replaces the layer" in lines
     assert "| softmax | 9.00 | 6.17 |" in lines
-    assert (tmp_path / "conversion.png").stat().st_size > 5000
-    assert (tmp_path / "long_pairs.png").stat().st_size > 5000
     assert (tmp_path / "pretraining.png").stat().st_size > 5000
 
 
@@ -452,7 +450,6 @@ def test_report_of_one_long_conversion_and_two_schedules(tmp_path):
     assert "| blocks only, first text global | 60.0 | 68.0 | 73.0 |  |  |" in text
     assert "| softmax | 9.00 | 8.00 |" in text
     assert "| tnn | 9.00 | 8.00 |" in text
-    assert (tmp_path / "long_pairs.png").stat().st_size > 5000
 
 
 def test_every_converted_attention_has_a_label():
