@@ -68,7 +68,6 @@ def run_conversion(unit: Unit, work: Path, results: Path, glue: str | None) -> N
                 scores[LINEARIZED] = scores["swapped"]
                 content["relative_error"] = None
     content["commands"] = programs.commands
-    content["thread_seconds"] = programs.thread_seconds
     write_result(unit.result(results), content)
     for stage in stages:  # 300 MB; the logs stay
         shutil.rmtree(directory / stage, ignore_errors=True)

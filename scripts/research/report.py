@@ -147,11 +147,6 @@ def task_title(task: str, results: Sequence[dict[str, Any]]) -> str:
     return f"{name}, {results[0]['mean_tokens']} tokens"
 
 
-def processor_name(result: dict[str, Any]) -> str:
-    """Return the name of the GPU that computed a result, or of the processor if there was none."""
-    return result["processor"].get("gpu", result["processor"]["name"])
-
-
 def one_per_seed(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a result for each seed to read the scores of the softmax model from: that of softmax itself, if any.
 
@@ -237,32 +232,24 @@ def pretraining_table(results: list[dict[str, Any]]) -> str:
 
 
 def draw_pretraining(results: list[dict[str, Any]], path: Path) -> None:
-    """Draw the bits against tokens and thread time, and the layers' mean row entropy and spectral gap against tokens.
-
-    The times are those on the processor with most results.
-    """
-    figure, ((by_tokens, by_time), (entropies, gaps)) = plt.subplots(2, 2, figsize=(10, 8))
-    timed = statistics.mode(processor_name(result) for result in results)
+    """Draw the bits, and the layers' mean row entropy and spectral gap, against tokens."""
+    figure, (losses, entropies, gaps) = plt.subplots(1, 3, figsize=(15, 4.5))
     for result in results:
         color = f"C{list(PRETRAINED).index(result['attention'])}"
         style = "-" if result["seed"] == 1 else ":"
         scale = result["tokens_per_update"] / 1e6
         tokens = [update * scale for update in result["updates"]]
-        minutes = [seconds / 60 for seconds in result["thread_seconds"]]
-        by_tokens.plot(tokens, result["bits"], style, color=color, label=f"{result['attention']}, {result['seed']}")
-        if processor_name(result) == timed:
-            by_time.plot(minutes, result["bits"], style, color=color)
+        losses.plot(tokens, result["bits"], style, color=color, label=f"{result['attention']}, {result['seed']}")
         for name, axes in (("entropy", entropies), ("spectral_gap", gaps)):
             if name in result["probe"]:
                 curves = dict(result["probe"][name])
                 tokens = [update * scale for update in curves.pop("updates")]
                 means = [statistics.fmean(values) for values in zip(*curves.values(), strict=True)]
                 axes.plot(tokens, means, style, color=color)
-    for axes in (by_tokens, entropies, gaps):
+    for axes in (losses, entropies, gaps):
         axes.set_xlabel("tokens [million]")
-    by_time.set_xlabel(f"thread time [minutes], {timed}")
-    by_tokens.set_ylabel("held-out loss [bits per masked token]")
+    losses.set_ylabel("held-out loss [bits per masked token]")
     entropies.set_ylabel("row entropy [bits]")
     gaps.set_ylabel("spectral gap")
-    by_tokens.legend(title="attention, seed")
+    losses.legend(title="attention, seed", ncols=2)
     save(figure, path)

@@ -9,9 +9,9 @@
     python -m scripts.research.table1 report
 
 A unit runs the programs that a user runs, on one thread and on the GPU if there is one, and writes one file of results.
-Give an interrupted command again to continue it: the results are then the same, except for thread_seconds. `all` runs
-all missing units that no other process is running, so that two side by side share the work. --work gets the data,
-checkpoints and logs, about 5 GB.
+Give an interrupted command again to continue it: the results are then the same. `all` runs all missing units that no
+other process is running, so that two side by side share the work. --work gets the data, checkpoints and logs, about
+5 GB.
 """
 
 import argparse
