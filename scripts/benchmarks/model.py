@@ -98,36 +98,6 @@ TASK_ATTENTIONS = (  # with the options of Skyformer's code base, which the pape
 TASK_VOCABULARY = 264  # bytes or pixels, and special symbols
 HEAD = "head"
 
-# The paper's tables, whose ratios to softmax are shown. None: out of memory. Table 2 of arXiv 2311.13541 has seconds of
-# an iteration and gigabytes of RoBERTa-base with batch 1 on "a commodity GPU", at these lengths.
-PAPER_LENGTHS = ("512", "1024", "2048", "4096", "8192", "16384")
-PAPER_SECONDS = {
-    "softmax": (0.95, 1.05, 2.4, 6.8, None, None),
-    "Nyströmformer": (1.8, 1.9, 2.6, 4.7, 8.8, 16.7),
-    "LLN": (1.0, 1.05, 1.6, 3.2, 6.1, 11.8),
-    "LLN+Diag": (1.2, 1.3, 1.9, 3.6, 6.9, 13.3),
-}
-PAPER_GIGABYTES = {
-    "softmax": (4.0, 5.5, 12.6, 32.1, None, None),
-    "Nyströmformer": (4.0, 4.5, 5.5, 7.3, 11.6, 19.1),
-    "LLN": (4.1, 4.4, 5.7, 7.5, 12.0, 20.1),
-    "LLN+Diag": (4.1, 4.6, 6.1, 8.1, 13.4, 23.0),
-}
-# Table 4 has seconds of a whole run and megabytes on a GPU that it does not name, in the order of TASKS.
-PAPER_TASK_SECONDS = {
-    "softmax": (21468, 5905, 21866, 6754, 13228),
-    "Reformer": (4610, 2439, 4714, 4694, 8737),
-    "Performer": (3456, 1966, 3761, 3553, 13169),
-    "Skyformer": (4523, 2970, 5602, 5240, 9347),
-    "LLN+Diag": (3043, 1774, 3135, 3042, 4053),
-}
-PAPER_TASK_MEGABYTES = {
-    "softmax": (17108, 4458, 8934, 4817, 9632),
-    "Reformer": (3261, 1631, 3008, 3258, 6514),
-    "Performer": (2176, 1122, 2178, 2180, 4353),
-    "Skyformer": (3068, 1697, 2974, 4041, 8079),
-    "LLN+Diag": (1641, 821, 1586, 1639, 3276),
-}
 Values = dict[tuple[str, str], float | None]  # by attention and column; None if memory ran out
 
 
@@ -380,15 +350,11 @@ def grid(head: str, columns: Sequence[str], cells: Mapping[tuple[str, str], str]
     return f"{head}\n{text_table(lines)}"
 
 
-def ratios(measured: Values, paper: Mapping[str, Sequence[float | None]], paper_columns: Sequence[str]) -> Values:
-    """Return the ratios to softmax at the same length or task: those of the measured and of the paper's values."""
-    values = dict(measured)
-    for name, line in paper.items():
-        values |= {(f"{name} (paper)", column): x for column, x in zip(paper_columns, line, strict=True)}
+def ratios(values: Values) -> Values:
+    """Return the ratios to softmax at the same length or task, and with the same padding."""
     result: Values = {}
     for (name, column), value in values.items():
-        kind = next((suffix for suffix in (" (paper)", PADDED) if name.endswith(suffix)), "")
-        baseline = values.get((SOFTMAX + kind, column))
+        baseline = values.get((SOFTMAX + PADDED if name.endswith(PADDED) else SOFTMAX, column))
         result[name, column] = value / baseline if value and baseline else None
     return result
 
@@ -413,12 +379,10 @@ def results_text(settings: dict[str, Any], rows: Sequence[Row]) -> str:
             host_cells[key] = f"{row.host:.1f}"
         if row.memory or row.oom:
             memory_cells[key] = f"{row.memory / 1e9:.3f}" if row.memory else "OOM"
-    paper = (PAPER_TASK_SECONDS, PAPER_TASK_MEGABYTES) if columns[0] in TASKS else (PAPER_SECONDS, PAPER_GIGABYTES)
-    paper_columns = list(TASKS) if columns[0] in TASKS else PAPER_LENGTHS
     parts = [", ".join(f"{name} {value}" for name, value in settings.items())]
-    tables = [("time [ms/iteration], median (fastest-slowest)", time_cells, ratios(times, paper[0], paper_columns))]
+    tables = [("time [ms/iteration], median (fastest-slowest)", time_cells, ratios(times))]
     if any(row.memory for row in rows):
-        tables.append(("peak memory [GB]", memory_cells, ratios(memory, paper[1], paper_columns)))
+        tables.append(("peak memory [GB]", memory_cells, ratios(memory)))
     for title, cells, multiples in tables:
         parts.append(grid(title, columns, cells))
         texts = {key: "-" if value is None else f"{value:.2f}" for key, value in multiples.items()}

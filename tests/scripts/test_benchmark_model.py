@@ -189,7 +189,7 @@ def test_iterations_train_all_parameters(case, losses):
 
 
 @pytest.mark.exhaustive
-def test_every_task_is_measured_and_compared_with_the_paper(tmp_path, monkeypatch, capsys):
+def test_every_task_is_measured(tmp_path, monkeypatch):
     """The lengths and batches are tiny; the next test checks the real ones."""
     small = {name: task._replace(length=96, batch=2) for name, task in benchmark.TASKS.items()}
     monkeypatch.setattr(benchmark, "TASKS", small)
@@ -199,8 +199,6 @@ def test_every_task_is_measured_and_compared_with_the_paper(tmp_path, monkeypatc
 
     assert benchmark.main([*options, "--json", str(out), "--tasks", *small, "--attentions", *attentions]) == 0
 
-    table = {line.split("  ")[0]: line.split() for line in capsys.readouterr().out.splitlines()}
-    assert table["LLN+Diag (paper)"][2:] == ["0.14", "0.30", "0.14", "0.45", "0.31"]
     rows = json.loads(out.read_text())["rows"]
     expected = []
     for task in small:
