@@ -14,9 +14,7 @@ RoBERTa also calls with torch 2. `softmax_matrix` builds the N x N matrix, as fa
 weights, but the loss scale of float16 is constant. Peak memory is that of a model alone, as torch reports it on a GPU;
 on a CPU it is the peak of the resident set of a child process.
 
---padding times each model also on sequences of different lengths, as `sample_break_mode: complete` makes them: with a
-mask, torch's softmax does not use its fastest kernel. The host's time, on a GPU, is that of iterations on one short
-sequence, with which the GPU is done before the host.
+The host's time, on a GPU, is that of iterations on one short sequence, with which the GPU is done before the host.
 """
 
 import argparse
@@ -62,11 +60,9 @@ RECIPE_ROWS = ("softmax:dropout=0.1", "lln_diag:dropout=0.1")  # with the recipe
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SMALL_VOCABULARY = 4000  # vocabulary size of the presets nano and tiny
 VOCABULARY = 50265
-PAD = 1
 FIRST_WORD = 4  # after fairseq's four special symbols
 MASKED_FRACTION = 0.15
 LOSS_SCALE = 128.0  # for float16
-PADDED = " (padded)"  # the end of the name of a row with padding
 HOST_TOKENS = 64  # of the one sequence with which the host's time is measured
 
 
@@ -108,7 +104,7 @@ class Row:
     attention: str
     column: str
     time: Spread | None = None  # of an iteration in ms; None if it was not measured
-    tokens_per_second: float | None = None  # that are not padding, at the median time
+    tokens_per_second: float | None = None  # at the median time
     host: float | None = None  # the host's time of an iteration in ms; None if it was not measured
     memory: int | None = None  # peak in bytes; None if it was not measured
     oom: bool = False  # memory ran out, and nothing was measured
@@ -191,22 +187,8 @@ class Training:
     def random_words(self) -> Tensor:
         return torch.randint(FIRST_WORD, self.args.vocabulary, self.shape).to(self.args.device)
 
-    def real_tokens(self) -> int:
-        """Return the number of tokens of the batch that are not padding."""
-        return int(self.words.ne(PAD).sum())
-
-    def with_padding(self, fraction: float) -> "Training":
-        """Return a training of the same model on this batch, a fraction of whose tokens, below ½, is padding instead.
-
-        The lengths of the sequences are spread evenly around their mean.
-        """
-        batch, length = self.words.shape
-        kept = 1 - fraction * torch.linspace(0, 2, batch) if batch > 1 else torch.tensor([1 - fraction])
-        is_padding = torch.arange(length) >= (length * kept).round()[:, None]
-        padded = copy.copy(self)
-        padded.words = self.words.masked_fill(is_padding.to(self.words.device), PAD)
-        padded.masked = self.masked & padded.words.ne(PAD)
-        return padded
+    def count_tokens(self) -> int:
+        return self.words.numel()
 
     def small(self) -> "Training":
         """Return a training of the same model on the first tokens of one sequence."""
@@ -249,7 +231,7 @@ class TaskTraining(Training):
         self.inputs = {name: self.random_words() for name in names}
         self.labels = torch.randint(task.classes, (self.args.batch,), device=self.args.device)
 
-    def real_tokens(self) -> int:
+    def count_tokens(self) -> int:
         return sum(words.numel() for words in self.inputs.values())
 
     def small(self) -> "TaskTraining":
@@ -326,17 +308,13 @@ def measure_column(column: str, length: int, args: argparse.Namespace) -> list[R
             except OutOfMemory:
                 row.oom = True
     trainings = {row.attention: args.training(row.attention, length, args) for row in rows if not row.oom}
-    if args.padding:
-        padded = {name + PADDED: training.with_padding(args.padding) for name, training in trainings.items()}
-        trainings |= padded
-        rows += [Row(name, column) for name in padded]
     runs = {name: training.iteration for name, training in trainings.items()}
     times = interleaved(runs, args.device, args.repeats)
     for row in rows:
         if row.attention in trainings:
             training = trainings[row.attention]
             row.time = Spread.of(times[row.attention])
-            row.tokens_per_second = 1e3 * training.real_tokens() / row.time.median
+            row.tokens_per_second = 1e3 * training.count_tokens() / row.time.median
             if args.device == "cuda":
                 row.host = host_milliseconds(training.small().iteration, args.repeats)
     return rows
@@ -351,10 +329,10 @@ def grid(head: str, columns: Sequence[str], cells: Mapping[tuple[str, str], str]
 
 
 def ratios(values: Values) -> Values:
-    """Return the ratios to softmax at the same length or task, and with the same padding."""
+    """Return the ratios to softmax at the same length or task."""
     result: Values = {}
     for (name, column), value in values.items():
-        baseline = values.get((SOFTMAX + PADDED if name.endswith(PADDED) else SOFTMAX, column))
+        baseline = values.get((SOFTMAX, column))
         result[name, column] = value / baseline if value and baseline else None
     return result
 
@@ -387,18 +365,10 @@ def results_text(settings: dict[str, Any], rows: Sequence[Row]) -> str:
         parts.append(grid(title, columns, cells))
         texts = {key: "-" if value is None else f"{value:.2f}" for key, value in multiples.items()}
         parts.append(grid(f"as a multiple of {SOFTMAX}", columns, texts))
-    parts.append(grid("tokens per second, without padding", columns, speed_cells))
+    parts.append(grid("tokens per second", columns, speed_cells))
     if host_cells:
         parts.append(grid("time of the host alone [ms/iteration]", columns, host_cells))
     return "\n\n".join(parts)
-
-
-def padding_fraction(text: str) -> float:
-    """Return a number in [0, 0.5), as a `type` of argparse."""
-    fraction = float(text)
-    if not 0 <= fraction < 0.5:
-        raise argparse.ArgumentTypeError(f"must be at least 0 and below 0.5, got {text}")
-    return fraction
 
 
 def model_argument(text: str) -> str:
@@ -428,11 +398,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tokens", type=int, default=1, help="tokens per iteration at every length (default: 1 sequence)"
     )
-    parser.add_argument(
-        "--padding",
-        type=padding_fraction,
-        help="also time batches with this fraction of padding, from 0 to 0.5 (default: 0.1 on a GPU, otherwise 0)",
-    )
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument(
         "--attention-dropout",
@@ -451,11 +416,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         args.repeats = 1
     args.vocabulary = SMALL_VOCABULARY if args.preset in ("nano", "tiny") else VOCABULARY
     args.batch = f"{args.tokens} tokens" if args.tokens > 1 else 1
-    if args.padding is None:
-        args.padding = 0.1 if args.device == "cuda" else 0.0
     if args.tasks:
         args.training = TaskTraining
-        args.padding = 0.0
         args.preset = "lra"
         args.vocabulary = TASK_VOCABULARY
         args.batch = f"/ {args.divide}"  # of each task
@@ -480,7 +442,7 @@ def benchmark(args: argparse.Namespace) -> None:
     """Measure everything and print the tables. The JSON file, if requested, is written after each length or task."""
     disable_malloc_trim()
     settings = {"device": device_name(args.device), "torch": torch.__version__, "model": "fairseq's RoBERTa"}
-    for key in ("preset", "batch", "vocabulary", "padding", "dropout", "attention_dropout", "dtype"):
+    for key in ("preset", "batch", "vocabulary", "dropout", "attention_dropout", "dtype"):
         settings[key] = getattr(args, key)
     columns = {}
     for length in args.lengths:
