@@ -13,12 +13,9 @@ RoBERTa also calls with torch 2. `softmax_matrix` builds the N x N matrix, as fa
 `local_global` is the model of configs/attention/local_global.yaml. As in fairseq, half precision has float32 master
 weights, but the loss scale of float16 is constant. Peak memory is that of a model alone, as torch reports it on a GPU;
 on a CPU it is the peak of the resident set of a child process.
-
-The host's time, on a GPU, is that of iterations on one short sequence, with which the GPU is done before the host.
 """
 
 import argparse
-import copy
 import functools
 import json
 import sys
@@ -47,7 +44,6 @@ from scripts.benchmarks.meter import (
     attention_argument,
     can_measure_resident_peak,
     device_name,
-    host_milliseconds,
     interleaved,
     peak_memory,
 )
@@ -63,7 +59,6 @@ VOCABULARY = 50265
 FIRST_WORD = 4  # after fairseq's four special symbols
 MASKED_FRACTION = 0.15
 LOSS_SCALE = 128.0  # for float16
-HOST_TOKENS = 64  # of the one sequence with which the host's time is measured
 
 
 class Task(NamedTuple):
@@ -105,7 +100,6 @@ class Row:
     column: str
     time: Spread | None = None  # of an iteration in ms; None if it was not measured
     tokens_per_second: float | None = None  # at the median time
-    host: float | None = None  # the host's time of an iteration in ms; None if it was not measured
     memory: int | None = None  # peak in bytes; None if it was not measured
     oom: bool = False  # memory ran out, and nothing was measured
 
@@ -190,13 +184,6 @@ class Training:
     def count_tokens(self) -> int:
         return self.words.numel()
 
-    def small(self) -> "Training":
-        """Return a training of the same model on the first tokens of one sequence."""
-        small = copy.copy(self)
-        small.words = self.words[:1, :HOST_TOKENS]
-        small.masked = self.masked[:1, :HOST_TOKENS]
-        return small
-
     def loss(self) -> Tensor:
         logits, _ = self.model(src_tokens=self.words, masked_tokens=self.masked)
         return F.cross_entropy(logits.float(), self.words[self.masked])
@@ -233,12 +220,6 @@ class TaskTraining(Training):
 
     def count_tokens(self) -> int:
         return sum(words.numel() for words in self.inputs.values())
-
-    def small(self) -> "TaskTraining":
-        small = copy.copy(self)
-        small.inputs = {name: words[:1, :HOST_TOKENS] for name, words in self.inputs.items()}
-        small.labels = self.labels[:1]
-        return small
 
     def loss(self) -> Tensor:
         logits, _ = self.model(**self.inputs, features_only=True, classification_head_name=HEAD)
@@ -312,11 +293,8 @@ def measure_column(column: str, length: int, args: argparse.Namespace) -> list[R
     times = interleaved(runs, args.device, args.repeats)
     for row in rows:
         if row.attention in trainings:
-            training = trainings[row.attention]
             row.time = Spread.of(times[row.attention])
-            row.tokens_per_second = 1e3 * training.count_tokens() / row.time.median
-            if args.device == "cuda":
-                row.host = host_milliseconds(training.small().iteration, args.repeats)
+            row.tokens_per_second = 1e3 * trainings[row.attention].count_tokens() / row.time.median
     return rows
 
 
@@ -344,7 +322,6 @@ def results_text(settings: dict[str, Any], rows: Sequence[Row]) -> str:
     memory: Values = {}
     time_cells: dict[tuple[str, str], str] = {}
     speed_cells: dict[tuple[str, str], str] = {}
-    host_cells: dict[tuple[str, str], str] = {}
     memory_cells: dict[tuple[str, str], str] = {}
     for row in rows:
         key = (row.attention, row.column)
@@ -353,8 +330,6 @@ def results_text(settings: dict[str, Any], rows: Sequence[Row]) -> str:
         time_cells[key] = row.time.text(1) if row.time else "OOM"
         if row.tokens_per_second is not None:
             speed_cells[key] = f"{row.tokens_per_second:,.0f}"
-        if row.host is not None:
-            host_cells[key] = f"{row.host:.1f}"
         if row.memory or row.oom:
             memory_cells[key] = f"{row.memory / 1e9:.3f}" if row.memory else "OOM"
     parts = [", ".join(f"{name} {value}" for name, value in settings.items())]
@@ -366,8 +341,6 @@ def results_text(settings: dict[str, Any], rows: Sequence[Row]) -> str:
         texts = {key: "-" if value is None else f"{value:.2f}" for key, value in multiples.items()}
         parts.append(grid(f"as a multiple of {SOFTMAX}", columns, texts))
     parts.append(grid("tokens per second", columns, speed_cells))
-    if host_cells:
-        parts.append(grid("time of the host alone [ms/iteration]", columns, host_cells))
     return "\n\n".join(parts)
 
 

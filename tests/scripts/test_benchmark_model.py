@@ -124,24 +124,6 @@ def test_softmax_is_the_unit_of_ratios(capsys):
     assert float(speeds["lln_diag"].replace(",", "")) > 0
 
 
-def test_host_is_timed_on_a_gpu_only(monkeypatch):
-    args = parse("--attentions", "lln_diag", "--no-memory")
-    args.batch = 1
-    assert benchmark.measure_column("96", 96, args)[0].host is None
-    sizes = []
-
-    def record(run, calls):
-        sizes.append(run.__self__.words.shape)
-        return 0.5
-
-    args.device = "cuda"
-    monkeypatch.setattr(benchmark, "host_milliseconds", record)
-    monkeypatch.setattr(benchmark, "interleaved", lambda runs, *_: {name: [1.0] for name in runs})
-    args.training = lambda name, length, args: Training(name, length, parse("--attentions", "lln_diag"))
-    assert benchmark.measure_column("96", 96, args)[0].host == 0.5
-    assert sizes == [(1, benchmark.HOST_TOKENS)]
-
-
 TRAINED = [
     ("linformer", "float32"),
     ("linformer", "float16"),
