@@ -226,8 +226,12 @@ def _with_limited_memory(function: Callable[..., Any], arguments: tuple) -> Any:
     return function(*arguments)
 
 
-def resident_peak_of(run: Callable[[], object]) -> int:
-    """Call `run` and return how many bytes the resident set of this process grew at its peak. This needs Linux."""
+def resident_peak(prepare: Callable[..., Callable[[], object]], *arguments: Any) -> int:
+    """Return how many bytes the resident set of this process grows at its peak during the call that `prepare` returns.
+
+    This needs Linux.
+    """
+    run = prepare(*arguments)
     gc.collect()
     with contextlib.suppress(AttributeError):  # the C library is not glibc
         # Pages that the allocator kept would be used again, and would not be counted.
@@ -245,7 +249,7 @@ def peak_memory(device: str, prepare: Callable[..., Callable[[], object]], *argu
     picklable. Raises OutOfMemory.
     """
     if device == "cpu":
-        return in_child(_prepared_resident_peak, prepare, *arguments)
+        return in_child(resident_peak, prepare, *arguments)
     try:
         run = prepare(*arguments)
         gc.collect()
@@ -256,10 +260,6 @@ def peak_memory(device: str, prepare: Callable[..., Callable[[], object]], *argu
     except torch.OutOfMemoryError:
         raise OutOfMemory from None
     return torch.cuda.max_memory_allocated() - before
-
-
-def _prepared_resident_peak(prepare: Callable[..., Callable[[], object]], *arguments: Any) -> int:
-    return resident_peak_of(prepare(*arguments))
 
 
 def can_measure_resident_peak() -> bool:

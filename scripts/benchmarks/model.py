@@ -13,14 +13,9 @@ RoBERTa also calls with torch 2. `softmax_matrix` builds the N x N matrix, as fa
 `local_global` is the model of configs/attention/local_global.yaml. As in fairseq, half precision has float32 master
 weights, but the loss scale of float16 is constant. Peak memory is that of a model alone, as torch reports it on a GPU;
 on a CPU it is the peak of the resident set of a child process.
-
---padding times each model also on sequences of different lengths, as `sample_break_mode: complete` makes them: with a
-mask, torch's softmax does not use its fastest kernel. The host's time, on a GPU, is that of iterations on one short
-sequence, with which the GPU is done before the host.
 """
 
 import argparse
-import copy
 import functools
 import json
 import sys
@@ -49,7 +44,6 @@ from scripts.benchmarks.meter import (
     attention_argument,
     can_measure_resident_peak,
     device_name,
-    host_milliseconds,
     interleaved,
     peak_memory,
 )
@@ -62,12 +56,9 @@ RECIPE_ROWS = ("softmax:dropout=0.1", "lln_diag:dropout=0.1")  # with the recipe
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SMALL_VOCABULARY = 4000  # vocabulary size of the presets nano and tiny
 VOCABULARY = 50265
-PAD = 1
 FIRST_WORD = 4  # after fairseq's four special symbols
 MASKED_FRACTION = 0.15
 LOSS_SCALE = 128.0  # for float16
-PADDED = " (padded)"  # the end of the name of a row with padding
-HOST_TOKENS = 64  # of the one sequence with which the host's time is measured
 
 
 class Task(NamedTuple):
@@ -98,36 +89,6 @@ TASK_ATTENTIONS = (  # with the options of Skyformer's code base, which the pape
 TASK_VOCABULARY = 264  # bytes or pixels, and special symbols
 HEAD = "head"
 
-# The paper's tables, whose ratios to softmax are shown. None: out of memory. Table 2 of arXiv 2311.13541 has seconds of
-# an iteration and gigabytes of RoBERTa-base with batch 1 on "a commodity GPU", at these lengths.
-PAPER_LENGTHS = ("512", "1024", "2048", "4096", "8192", "16384")
-PAPER_SECONDS = {
-    "softmax": (0.95, 1.05, 2.4, 6.8, None, None),
-    "Nyströmformer": (1.8, 1.9, 2.6, 4.7, 8.8, 16.7),
-    "LLN": (1.0, 1.05, 1.6, 3.2, 6.1, 11.8),
-    "LLN+Diag": (1.2, 1.3, 1.9, 3.6, 6.9, 13.3),
-}
-PAPER_GIGABYTES = {
-    "softmax": (4.0, 5.5, 12.6, 32.1, None, None),
-    "Nyströmformer": (4.0, 4.5, 5.5, 7.3, 11.6, 19.1),
-    "LLN": (4.1, 4.4, 5.7, 7.5, 12.0, 20.1),
-    "LLN+Diag": (4.1, 4.6, 6.1, 8.1, 13.4, 23.0),
-}
-# Table 4 has seconds of a whole run and megabytes on a GPU that it does not name, in the order of TASKS.
-PAPER_TASK_SECONDS = {
-    "softmax": (21468, 5905, 21866, 6754, 13228),
-    "Reformer": (4610, 2439, 4714, 4694, 8737),
-    "Performer": (3456, 1966, 3761, 3553, 13169),
-    "Skyformer": (4523, 2970, 5602, 5240, 9347),
-    "LLN+Diag": (3043, 1774, 3135, 3042, 4053),
-}
-PAPER_TASK_MEGABYTES = {
-    "softmax": (17108, 4458, 8934, 4817, 9632),
-    "Reformer": (3261, 1631, 3008, 3258, 6514),
-    "Performer": (2176, 1122, 2178, 2180, 4353),
-    "Skyformer": (3068, 1697, 2974, 4041, 8079),
-    "LLN+Diag": (1641, 821, 1586, 1639, 3276),
-}
 Values = dict[tuple[str, str], float | None]  # by attention and column; None if memory ran out
 
 
@@ -138,8 +99,7 @@ class Row:
     attention: str
     column: str
     time: Spread | None = None  # of an iteration in ms; None if it was not measured
-    tokens_per_second: float | None = None  # that are not padding, at the median time
-    host: float | None = None  # the host's time of an iteration in ms; None if it was not measured
+    tokens_per_second: float | None = None  # at the median time
     memory: int | None = None  # peak in bytes; None if it was not measured
     oom: bool = False  # memory ran out, and nothing was measured
 
@@ -221,29 +181,8 @@ class Training:
     def random_words(self) -> Tensor:
         return torch.randint(FIRST_WORD, self.args.vocabulary, self.shape).to(self.args.device)
 
-    def real_tokens(self) -> int:
-        """Return the number of tokens of the batch that are not padding."""
-        return int(self.words.ne(PAD).sum())
-
-    def with_padding(self, fraction: float) -> "Training":
-        """Return a training of the same model on this batch, a fraction of whose tokens, below ½, is padding instead.
-
-        The lengths of the sequences are spread evenly around their mean.
-        """
-        batch, length = self.words.shape
-        kept = 1 - fraction * torch.linspace(0, 2, batch) if batch > 1 else torch.tensor([1 - fraction])
-        is_padding = torch.arange(length) >= (length * kept).round()[:, None]
-        padded = copy.copy(self)
-        padded.words = self.words.masked_fill(is_padding.to(self.words.device), PAD)
-        padded.masked = self.masked & padded.words.ne(PAD)
-        return padded
-
-    def small(self) -> "Training":
-        """Return a training of the same model on the first tokens of one sequence."""
-        small = copy.copy(self)
-        small.words = self.words[:1, :HOST_TOKENS]
-        small.masked = self.masked[:1, :HOST_TOKENS]
-        return small
+    def count_tokens(self) -> int:
+        return self.words.numel()
 
     def loss(self) -> Tensor:
         logits, _ = self.model(src_tokens=self.words, masked_tokens=self.masked)
@@ -279,14 +218,8 @@ class TaskTraining(Training):
         self.inputs = {name: self.random_words() for name in names}
         self.labels = torch.randint(task.classes, (self.args.batch,), device=self.args.device)
 
-    def real_tokens(self) -> int:
+    def count_tokens(self) -> int:
         return sum(words.numel() for words in self.inputs.values())
-
-    def small(self) -> "TaskTraining":
-        small = copy.copy(self)
-        small.inputs = {name: words[:1, :HOST_TOKENS] for name, words in self.inputs.items()}
-        small.labels = self.labels[:1]
-        return small
 
     def loss(self) -> Tensor:
         logits, _ = self.model(**self.inputs, features_only=True, classification_head_name=HEAD)
@@ -356,19 +289,12 @@ def measure_column(column: str, length: int, args: argparse.Namespace) -> list[R
             except OutOfMemory:
                 row.oom = True
     trainings = {row.attention: args.training(row.attention, length, args) for row in rows if not row.oom}
-    if args.padding:
-        padded = {name + PADDED: training.with_padding(args.padding) for name, training in trainings.items()}
-        trainings |= padded
-        rows += [Row(name, column) for name in padded]
     runs = {name: training.iteration for name, training in trainings.items()}
     times = interleaved(runs, args.device, args.repeats)
     for row in rows:
         if row.attention in trainings:
-            training = trainings[row.attention]
             row.time = Spread.of(times[row.attention])
-            row.tokens_per_second = 1e3 * training.real_tokens() / row.time.median
-            if args.device == "cuda":
-                row.host = host_milliseconds(training.small().iteration, args.repeats)
+            row.tokens_per_second = 1e3 * trainings[row.attention].count_tokens() / row.time.median
     return rows
 
 
@@ -380,15 +306,11 @@ def grid(head: str, columns: Sequence[str], cells: Mapping[tuple[str, str], str]
     return f"{head}\n{text_table(lines)}"
 
 
-def ratios(measured: Values, paper: Mapping[str, Sequence[float | None]], paper_columns: Sequence[str]) -> Values:
-    """Return the ratios to softmax at the same length or task: those of the measured and of the paper's values."""
-    values = dict(measured)
-    for name, line in paper.items():
-        values |= {(f"{name} (paper)", column): x for column, x in zip(paper_columns, line, strict=True)}
+def ratios(values: Values) -> Values:
+    """Return the ratios to softmax at the same length or task."""
     result: Values = {}
     for (name, column), value in values.items():
-        kind = next((suffix for suffix in (" (paper)", PADDED) if name.endswith(suffix)), "")
-        baseline = values.get((SOFTMAX + kind, column))
+        baseline = values.get((SOFTMAX, column))
         result[name, column] = value / baseline if value and baseline else None
     return result
 
@@ -400,7 +322,6 @@ def results_text(settings: dict[str, Any], rows: Sequence[Row]) -> str:
     memory: Values = {}
     time_cells: dict[tuple[str, str], str] = {}
     speed_cells: dict[tuple[str, str], str] = {}
-    host_cells: dict[tuple[str, str], str] = {}
     memory_cells: dict[tuple[str, str], str] = {}
     for row in rows:
         key = (row.attention, row.column)
@@ -409,32 +330,18 @@ def results_text(settings: dict[str, Any], rows: Sequence[Row]) -> str:
         time_cells[key] = row.time.text(1) if row.time else "OOM"
         if row.tokens_per_second is not None:
             speed_cells[key] = f"{row.tokens_per_second:,.0f}"
-        if row.host is not None:
-            host_cells[key] = f"{row.host:.1f}"
         if row.memory or row.oom:
             memory_cells[key] = f"{row.memory / 1e9:.3f}" if row.memory else "OOM"
-    paper = (PAPER_TASK_SECONDS, PAPER_TASK_MEGABYTES) if columns[0] in TASKS else (PAPER_SECONDS, PAPER_GIGABYTES)
-    paper_columns = list(TASKS) if columns[0] in TASKS else PAPER_LENGTHS
     parts = [", ".join(f"{name} {value}" for name, value in settings.items())]
-    tables = [("time [ms/iteration], median (fastest-slowest)", time_cells, ratios(times, paper[0], paper_columns))]
+    tables = [("time [ms/iteration], median (fastest-slowest)", time_cells, ratios(times))]
     if any(row.memory for row in rows):
-        tables.append(("peak memory [GB]", memory_cells, ratios(memory, paper[1], paper_columns)))
+        tables.append(("peak memory [GB]", memory_cells, ratios(memory)))
     for title, cells, multiples in tables:
         parts.append(grid(title, columns, cells))
         texts = {key: "-" if value is None else f"{value:.2f}" for key, value in multiples.items()}
         parts.append(grid(f"as a multiple of {SOFTMAX}", columns, texts))
-    parts.append(grid("tokens per second, without padding", columns, speed_cells))
-    if host_cells:
-        parts.append(grid("time of the host alone [ms/iteration]", columns, host_cells))
+    parts.append(grid("tokens per second", columns, speed_cells))
     return "\n\n".join(parts)
-
-
-def padding_fraction(text: str) -> float:
-    """Return a number in [0, 0.5), as a `type` of argparse."""
-    fraction = float(text)
-    if not 0 <= fraction < 0.5:
-        raise argparse.ArgumentTypeError(f"must be at least 0 and below 0.5, got {text}")
-    return fraction
 
 
 def model_argument(text: str) -> str:
@@ -464,11 +371,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tokens", type=int, default=1, help="tokens per iteration at every length (default: 1 sequence)"
     )
-    parser.add_argument(
-        "--padding",
-        type=padding_fraction,
-        help="also time batches with this fraction of padding, from 0 to 0.5 (default: 0.1 on a GPU, otherwise 0)",
-    )
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument(
         "--attention-dropout",
@@ -487,11 +389,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         args.repeats = 1
     args.vocabulary = SMALL_VOCABULARY if args.preset in ("nano", "tiny") else VOCABULARY
     args.batch = f"{args.tokens} tokens" if args.tokens > 1 else 1
-    if args.padding is None:
-        args.padding = 0.1 if args.device == "cuda" else 0.0
     if args.tasks:
         args.training = TaskTraining
-        args.padding = 0.0
         args.preset = "lra"
         args.vocabulary = TASK_VOCABULARY
         args.batch = f"/ {args.divide}"  # of each task
@@ -516,7 +415,7 @@ def benchmark(args: argparse.Namespace) -> None:
     """Measure everything and print the tables. The JSON file, if requested, is written after each length or task."""
     disable_malloc_trim()
     settings = {"device": device_name(args.device), "torch": torch.__version__, "model": "fairseq's RoBERTa"}
-    for key in ("preset", "batch", "vocabulary", "padding", "dropout", "attention_dropout", "dtype"):
+    for key in ("preset", "batch", "vocabulary", "dropout", "attention_dropout", "dtype"):
         settings[key] = getattr(args, key)
     columns = {}
     for length in args.lengths:

@@ -26,8 +26,7 @@ from scripts.research.units import CONVERSION, NOT_CONVERTIBLE, SOFTMAX, TASKS, 
 
 LINEARIZED = "linearized"
 STAGES = {"swapped": (0, 0), LINEARIZED: (TRANSFER_STEPS, 0)}  # steps of the transfer and of the distillation
-DISTILLED = "distilled"
-LONG_STAGES = {**STAGES, DISTILLED: (TRANSFER_STEPS, 200)}  # of the tasks that start from a shorter one
+LONG_STAGES = {**STAGES, "distilled": (TRANSFER_STEPS, 200)}  # of the tasks that start from a shorter one
 # If linearize prints one of these, the result has its message as "refused". Other errors, such as a full disk, end the
 # unit.
 REFUSALS = ("cannot replace a teacher's attention", "diverged to NaN")
@@ -69,7 +68,6 @@ def run_conversion(unit: Unit, work: Path, results: Path, glue: str | None) -> N
                 scores[LINEARIZED] = scores["swapped"]
                 content["relative_error"] = None
     content["commands"] = programs.commands
-    content["thread_seconds"] = programs.thread_seconds
     write_result(unit.result(results), content)
     for stage in stages:  # 300 MB; the logs stay
         shutil.rmtree(directory / stage, ignore_errors=True)

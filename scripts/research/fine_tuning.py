@@ -52,7 +52,6 @@ def run_fine_tuning(unit: Unit, work: Path, results: Path, glue: str | None) -> 
         "scores": {TRAINED: scores},
         "dev_accuracy": {step: round(value, 1) for step, value in zip(dev.steps, dev.values, strict=True)},
         "commands": programs.commands,
-        "thread_seconds": programs.thread_seconds,
     }
     write_result(unit.result(results), content)
 

@@ -5,7 +5,6 @@ Most of them end early, with the learning rates of the whole schedule until then
 """
 
 import json
-import re
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -13,7 +12,6 @@ from omegaconf import OmegaConf
 from lln_fairseq.analysis.events import Curve, read_curves
 from lln_fairseq.attention import LAYER_REGISTRY
 from lln_fairseq.attention.registry import parse_attention_spec
-from lln_fairseq.files import write_bytes
 from scripts.research.programs import TRAIN, Programs, choose_precision, locked, precision_overrides, write_result
 from scripts.research.units import PRETRAINING, TWO_SEEDS, Unit
 from scripts.training import attention_overrides, run_override
@@ -45,8 +43,7 @@ def run_pretraining(unit: Unit, work: Path, results: Path, text: str | None, upd
         if text:
             arguments += ["--source", text]
         programs.run("data", arguments, data / "manifest.json")
-    times = ValidationTimes(directory / "validation_seconds.json")
-    programs.run("train", training_arguments(unit, data, directory, updates), None, times.read_line)
+    programs.run("train", training_arguments(unit, data, directory, updates), None)
     curves = read_curves(directory / "tensorboard")
     bits = curves["valid/loss"]
     config = OmegaConf.load(directory / "config.yaml")
@@ -63,7 +60,6 @@ def run_pretraining(unit: Unit, work: Path, results: Path, text: str | None, upd
         "bits": [round(value, 4) for value in bits.values],
         "probe": read_probe(curves),
         "commands": programs.commands,
-        "thread_seconds": [times.seconds[str(update)] for update in bits.steps],
     }
     write_result(unit.result(results), content)
 
@@ -102,34 +98,6 @@ def training_arguments(unit: Unit, data: Path, directory: Path, updates: int) ->
     else:
         arguments.append(f"task.probe_interval={interval}")
     return arguments
-
-
-class ValidationTimes:
-    """Records the thread time of the training until each validation, with this validation.
-
-    A killed run goes on at its last checkpoint, which is as old as its last validation. So what is computed twice is
-    not counted twice.
-
-    Attributes:
-        seconds: the thread time by the number of updates, as text.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self.seconds: dict[str, float] = {}
-        if file.exists():
-            self.seconds = json.loads(file.read_text())
-        self.before = max(self.seconds.values(), default=0.0)
-
-    def read_line(self, line: str, seconds: float) -> None:
-        """Record the time if a line of the log reports a validation; `seconds` is the thread time of this process.
-
-        A run that was killed just after a validation was not asked for its time. It is recorded when the run goes on.
-        """
-        updates = re.search(r'"valid_num_updates": "(\d+)"|Loaded checkpoint .* @ (\d+) updates', line)
-        if updates:
-            self.seconds.setdefault(updates[1] or updates[2], round(self.before + seconds, 1))
-            write_bytes(self.file, json.dumps(self.seconds).encode())
 
 
 def read_probe(curves: dict[str, Curve]) -> dict[str, dict[str, list[float]]]:

@@ -1,12 +1,10 @@
 """Run the project's programs one after another on one thread, and describe the machine that they run on."""
 
 import json
-import os
 import platform
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +16,6 @@ from lln_fairseq.command import child_environment
 from lln_fairseq.errors import UserError
 from lln_fairseq.files import lock_file, write_bytes
 
-POLL_SECONDS = 1.0
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 FAST_BFLOAT16 = ("avx512_bf16", "amx_bf16")
 TRAIN = ("lln_fairseq", "train")
@@ -34,10 +31,10 @@ class ProgramFailed(UserError):
 
 
 class Programs:
-    """Runs the programs of a unit. A killed unit goes on where it was, and its thread times add up.
+    """Runs the programs of a unit. A killed unit goes on where it was.
 
     Args:
-        directory: the unit's directory in --work, which is created. It gets thread_seconds.json and logs/.
+        directory: the unit's directory in --work, which is created. It gets logs/.
         places: the names that stand for paths in `commands`, by path; None for a path that is not given.
     """
 
@@ -45,23 +42,9 @@ class Programs:
         self.directory = directory
         self.places = places
         self.commands: dict[str, str] = {}  # the command lines by the names of the steps
-        self._times_file = directory / "thread_seconds.json"
         (directory / "logs").mkdir(parents=True, exist_ok=True)
 
-    @property
-    def thread_seconds(self) -> dict[str, float]:
-        """The CPU time of each step in all its pieces. The time of a step that started is there while it runs."""
-        if not self._times_file.exists():
-            return {}
-        return json.loads(self._times_file.read_text())
-
-    def run(
-        self,
-        step: str,
-        arguments: Sequence[object],
-        output: Path | None,
-        on_line: Callable[[str, float], None] | None = None,
-    ) -> None:
+    def run(self, step: str, arguments: Sequence[object], output: Path | None) -> None:
         """Run `python -m ARGUMENTS`, unless its output exists. Its messages are appended to a file in logs/.
 
         A program that fails raises ProgramFailed.
@@ -70,7 +53,6 @@ class Programs:
             step: the name of the step, unique in the unit.
             arguments: the module and its arguments.
             output: the file that the program writes last. With None, it always runs, and skips itself what is done.
-            on_line: gets each line that the program prints, and the CPU seconds of this process of the step so far.
         """
         words = [str(argument) for argument in arguments]
         self.commands[step] = " ".join(words)
@@ -81,38 +63,11 @@ class Programs:
         log = self.directory / "logs" / f"{step.replace(' ', '_')}.log"
         print(f"{step}: {log}", flush=True)
         environment = {**child_environment(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        before = self.thread_seconds.get(step, 0.0)
-        with log.open("ab") as stream, log.open(encoding="utf-8") as lines:
-            lines.seek(0, os.SEEK_END)
+        with log.open("ab") as stream:
             command = [sys.executable, "-m", *words]
-            process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
-            try:
-                is_running = True
-                while is_running:
-                    time.sleep(POLL_SECONDS)
-                    seconds = cpu_seconds(process.pid)
-                    is_running = process.poll() is None
-                    self._save_time(step, before + seconds)
-                    for line in lines:
-                        if on_line is not None:
-                            on_line(line, seconds)
-            finally:
-                if process.poll() is None:
-                    process.terminate()
-                    process.wait()
+            process = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
         if process.returncode:
             raise ProgramFailed(step, process.returncode, log)
-
-    def _save_time(self, step: str, seconds: float) -> None:
-        times = {**self.thread_seconds, step: round(seconds, 1)}
-        write_bytes(self._times_file, json.dumps(times).encode())
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU time of a process of ours that has not been waited for, its own ended children included."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    ticks = sum(int(field) for field in fields[11:15])  # utime, stime, cutime, cstime
-    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager

@@ -1,7 +1,6 @@
-"""Write the tables and pictures of the units whose results exist."""
+"""Write the tables and the picture of the units whose results exist."""
 
 import json
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 
 from lln_fairseq.errors import UserError
-from scripts.research.conversion import DISTILLED, LONG_STAGES
+from scripts.research.conversion import LONG_STAGES
 from scripts.research.fine_tuning import TRAINED
 from scripts.research.summaries import markdown, mean_and_range, read_results, save, select
 from scripts.research.units import (
@@ -28,7 +27,7 @@ from scripts.research.units import (
     TF_IDF,
 )
 
-# The names of the converted attentions, in the order of the tables and pictures.
+# The names of the converted attentions, in the order of the tables.
 LABELS = {
     "joint_offset_global": "LLN+Diag, joint, first text global",
     "joint_offset": "LLN+Diag, joint",
@@ -61,7 +60,7 @@ SAME_AS_SOFTMAX = 0.0005  # the relative error of the transfer below which `conv
 
 
 def write_report(results: Path) -> None:
-    """Print the tables, and write them to table1.md and the pictures to PNG files in the directory `results`.
+    """Print the tables, and write them to table1.md and the picture to pretraining.png in the directory `results`.
 
     If there are no results, UserError is raised.
     """
@@ -75,15 +74,11 @@ def write_report(results: Path) -> None:
     sections = []
     if short:
         sections.append(conversion_table(short, floors, read_times(results / CONVERSION_TIMES)))
-        draw_conversions(short, floors, results / "conversion.png")
     times = read_times(results / FINE_TUNING_TIMES)
-    long_tasks = select_tasks(LONG_TASKS, [*fine_tunings, *conversions])
-    for task in long_tasks:
+    for task in select_tasks(LONG_TASKS, [*fine_tunings, *conversions]):
         trained = select(fine_tunings, task=task)
         converted = select(conversions, task=task)
         sections.append(long_pairs_table(task, trained, converted, times, select(floors, task=task)))
-    if long_tasks:
-        draw_long_pairs(long_tasks, fine_tunings, conversions, times, results / "long_pairs.png")
     for interval in dict.fromkeys(result["updates"][0] for result in pretrainings):
         sections.append(pretraining_table([result for result in pretrainings if result["updates"][0] == interval]))
     if pretrainings:
@@ -150,11 +145,6 @@ def task_title(task: str, results: Sequence[dict[str, Any]]) -> str:
     if TASKS[task].sentences > 1:
         name += f" among {TASKS[task].sentences}"
     return f"{name}, {results[0]['mean_tokens']} tokens"
-
-
-def processor_name(result: dict[str, Any]) -> str:
-    """Return the name of the GPU that computed a result, or of the processor if there was none."""
-    return result["processor"].get("gpu", result["processor"]["name"])
 
 
 def one_per_seed(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -241,103 +231,25 @@ def pretraining_table(results: list[dict[str, Any]]) -> str:
     return markdown(rows)
 
 
-def draw_conversions(results: list[dict[str, Any]], floors: list[dict[str, Any]], path: Path) -> None:
-    """Draw the accuracies of every attention and task, one mark for each seed."""
-    tasks = select_tasks(SHORT_TASKS, results)
-    names = [name for name in reversed(LABELS) if accuracies(select(results, attention=name), "linearized")]
-    size = (2.6 * len(tasks) + 2.5, 0.28 * len(names) + 1.8)
-    figure, panels = plt.subplots(1, len(tasks), figsize=size, sharey=True, squeeze=False)
-    for task, axes in zip(tasks, panels[0], strict=True):
-        of_task = select(results, task=task)
-        axes.axvline(statistics.fmean(accuracies(one_per_seed(of_task), SOFTMAX)), color="gray")
-        for accuracy in accuracies(select(floors, task=task), TF_IDF):
-            axes.axvline(accuracy, color="gray", linestyle=":")
-        for height, name in enumerate(names):
-            chosen = select(of_task, attention=name)
-            swapped = accuracies(chosen, "swapped")
-            linearized = accuracies(chosen, "linearized")
-            axes.plot(swapped, [height] * len(swapped), "o", color="C0", fillstyle="none")
-            axes.plot(linearized, [height] * len(linearized), "o", color="C0")
-            without_lln = accuracies(chosen, "Diag only")
-            axes.plot(without_lln, [height] * len(without_lln), "x", color="C1")
-        axes.set_title(task_title(task, of_task))
-        axes.set_xlabel("accuracy [%]")
-        axes.grid(alpha=0.3)
-        axes.set_yticks(range(len(names)), [LABELS[name] for name in names])
-        axes.set_ylim(-0.5, len(names) - 0.5)
-    marks = "rings: swapped in, dots: linearized, crosses: blocks of a hybrid alone, lines: softmax and (dotted) TF-IDF"
-    figure.suptitle(marks, fontsize=9)
-    save(figure, path)
-
-
-def draw_long_pairs(
-    tasks: Sequence[str],
-    results: list[dict[str, Any]],
-    conversions: list[dict[str, Any]],
-    times: dict[str, dict[str, float]],
-    path: Path,
-) -> None:
-    """Draw the accuracies on test, a panel for each long task, and in the last panel the share of softmax's time.
-
-    The tasks need a result of fine-tuning or of a conversion. A seed is a mark, and a length is one in the last panel.
-    """
-    columns = len(tasks) + 1
-    size = (4 * columns + 2, 3.2)
-    figure, panels = plt.subplots(1, columns, figsize=size, sharey=True)
-    *accuracy_panels, time_axes = panels
-    names = list(reversed(FINE_TUNED))
-    for axes in accuracy_panels[1:]:
-        axes.sharex(accuracy_panels[0])
-    for task, axes in zip(tasks, accuracy_panels, strict=True):
-        trained = select(results, task=task)
-        converted = select(conversions, task=task)
-        for height, name in enumerate(names):
-            with_labels = accuracies(select(trained, attention=name), TRAINED, "test")
-            axes.plot(with_labels, [height] * len(with_labels), "o", color="C0")
-            distilled = accuracies(select(converted, spec=FINE_TUNED[name]), DISTILLED, "test")
-            axes.plot(distilled, [height] * len(distilled), "o", color="C0", fillstyle="none")
-        axes.set_xlabel(f"accuracy [%], {task_title(task, [*trained, *converted])}")
-    figure.suptitle("dots: trained with labels, rings: linearized and distilled", fontsize=9)
-    panels[0].set_yticks(range(len(names)), [LABELS_OF_FINE_TUNED[name] for name in names])
-    panels[0].set_ylim(-0.5, len(names) - 0.5)
-    for marker, (length, milliseconds) in zip("o^s", times.items(), strict=False):
-        shares = [milliseconds.get(FINE_TUNED[name], math.nan) / milliseconds[SOFTMAX] for name in names]
-        time_axes.plot(shares, range(len(names)), marker, color="C2", label=f"{length} tokens")
-    time_axes.set_xlabel("time of a pair, relative to softmax")
-    time_axes.set_xlim(left=0)
-    time_axes.legend(loc="upper left")
-    for axes in panels:
-        axes.grid(alpha=0.3)
-    save(figure, path)
-
-
 def draw_pretraining(results: list[dict[str, Any]], path: Path) -> None:
-    """Draw the bits against tokens and thread time, and the layers' mean row entropy and spectral gap against tokens.
-
-    The times are those on the processor with most results.
-    """
-    figure, ((by_tokens, by_time), (entropies, gaps)) = plt.subplots(2, 2, figsize=(10, 8))
-    timed = statistics.mode(processor_name(result) for result in results)
+    """Draw the bits, and the layers' mean row entropy and spectral gap, against tokens."""
+    figure, (losses, entropies, gaps) = plt.subplots(1, 3, figsize=(15, 4.5))
     for result in results:
         color = f"C{list(PRETRAINED).index(result['attention'])}"
         style = "-" if result["seed"] == 1 else ":"
         scale = result["tokens_per_update"] / 1e6
         tokens = [update * scale for update in result["updates"]]
-        minutes = [seconds / 60 for seconds in result["thread_seconds"]]
-        by_tokens.plot(tokens, result["bits"], style, color=color, label=f"{result['attention']}, {result['seed']}")
-        if processor_name(result) == timed:
-            by_time.plot(minutes, result["bits"], style, color=color)
+        losses.plot(tokens, result["bits"], style, color=color, label=f"{result['attention']}, {result['seed']}")
         for name, axes in (("entropy", entropies), ("spectral_gap", gaps)):
             if name in result["probe"]:
                 curves = dict(result["probe"][name])
                 tokens = [update * scale for update in curves.pop("updates")]
                 means = [statistics.fmean(values) for values in zip(*curves.values(), strict=True)]
                 axes.plot(tokens, means, style, color=color)
-    for axes in (by_tokens, entropies, gaps):
+    for axes in (losses, entropies, gaps):
         axes.set_xlabel("tokens [million]")
-    by_time.set_xlabel(f"thread time [minutes], {timed}")
-    by_tokens.set_ylabel("held-out loss [bits per masked token]")
+    losses.set_ylabel("held-out loss [bits per masked token]")
     entropies.set_ylabel("row entropy [bits]")
     gaps.set_ylabel("spectral gap")
-    by_tokens.legend(title="attention, seed")
+    losses.legend(title="attention, seed", ncols=2)
     save(figure, path)

@@ -9,9 +9,9 @@
     python -m scripts.research.table1 report
 
 A unit runs the programs that a user runs, on one thread and on the GPU if there is one, and writes one file of results.
-Give an interrupted command again to continue it: the results are then the same, except for thread_seconds. `all` runs
-all missing units that no other process is running, so that two side by side share the work. --work gets the data,
-checkpoints and logs, about 5 GB.
+Give an interrupted command again to continue it: the results are then the same. `all` runs all missing units that no
+other process is running, so that two side by side share the work. --work gets the data, checkpoints and logs, about
+5 GB.
 """
 
 import argparse
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--updates", type=at_least_one, default=UPDATES, help="of pre-training's schedule (%(default)s)"
         )
     commands.add_parser("list", help="print the units")
-    commands.add_parser("report", help="write the tables and pictures of the results")
+    commands.add_parser("report", help="write the tables and the picture of the results")
     for command in commands.choices.values():
         command.add_argument("--results", type=Path, default=RESULTS, help="(default: %(default)s)")
     args = parser.parse_args(argv)

@@ -126,6 +126,21 @@ def error_at_a_large_mean(group):
     return relative_rms(torch.stack(actual), torch.stack(match_moments(q.double(), k.double(), backend="torch")))
 
 
+def numbers_sent(group, length):
+    """Return how many numbers this worker sends in the forward and the backward pass over so many tokens of its own."""
+    q, k, v = random_qkv(BATCH, HEADS, length, DIM)
+    sent = []
+
+    def count_and_call(exchange, collective, *tensors):
+        sent.append(tensors[-1].numel())
+        collective(*tensors, group=exchange.group)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Exchange, "_call", count_and_call)
+        lln_attention(q.requires_grad_(), k, v, group=group).sum().backward()
+    return sum(sent)
+
+
 def error_and_seconds(function, *args, **kw):
     """Return the type and message of the error that a call raises, and how long it took."""
     start = time.monotonic()
@@ -178,6 +193,7 @@ def work(rank, cases):
             results[case] = compare_with_one_worker(case, groups[count])
     if rank < 2:
         results["large mean"] = error_at_a_large_mean(groups[2])
+        results["sent"] = [numbers_sent(groups[2], length) for length in (16, 48)]
         results["missing keys"] = merge_missing_keys(groups[2])
         results["errors"] = call_with_errors(groups[2], last_two)
     dist.barrier()
@@ -217,6 +233,13 @@ def test_large_mean_costs_no_digits(results):
 def test_worker_without_a_real_key_changes_nothing(results):
     for result in results[:2]:
         assert result["missing keys"] == [[-200.0, 0.0], [3.0, 0.0], [21.0, 0.0]]
+
+
+def test_sent_numbers_do_not_depend_on_tokens(results):
+    moments = 6
+    states = DIM * (DIM + 2) + DIM * (DIM + 1)
+    for result in results[:2]:
+        assert result["sent"] == [BATCH * HEADS * (moments + states)] * 2
 
 
 def test_wrong_calls_are_rejected(results):

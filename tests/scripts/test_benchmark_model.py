@@ -112,55 +112,16 @@ def test_memory_of_local_global_can_be_measured(losses):
     assert len(losses) == 4
 
 
-@pytest.mark.parametrize(("tokens", "batch"), [(1, 1), (512, 8)])
-def test_padded_rows_share_the_model_and_have_that_much_padding(tokens, batch):
-    args = parse("--tokens", str(tokens))
-    args.batch = batch
-    training = Training("lln_diag", 64, args)
-
-    padded = training.with_padding(0.25)
-
-    assert padded.model is training.model
-    assert padded.adam is training.adam
-    assert training.real_tokens() == 64 * batch
-    assert padded.real_tokens() == 48 * batch
-    assert padded.masked[:, 0].all()
-    assert not (padded.masked & padded.words.eq(benchmark.PAD)).any()
-    if batch > 1:
-        lengths = padded.words.ne(benchmark.PAD).sum(dim=1)
-        assert lengths.max() == 64
-        assert lengths.min() == 32
-    padded.iteration()
-
-
-def test_padded_rows_are_compared_with_padded_softmax(capsys):
-    options = ("--attentions", "softmax", "lln_diag", "--padding", "0.2", "--no-memory", "--tokens", "384")
+def test_softmax_is_the_unit_of_ratios(capsys):
+    options = ("--attentions", "softmax", "lln_diag", "--no-memory", "--tokens", "384")
     assert benchmark.main(["--smoke", "--device", "cpu", "--threads", "1", *options]) == 0
 
     blocks = capsys.readouterr().out.split("\n\n")
     assert "batch 384 tokens" in blocks[0]
     multiples = {line.split("  ")[0]: line.split()[-1] for line in blocks[2].splitlines()}
-    assert multiples["softmax"] == multiples["softmax (padded)"] == "1.00"
+    assert multiples["softmax"] == "1.00"
     speeds = {line.split("  ")[0]: line.split()[-1] for line in blocks[3].splitlines()}
-    assert float(speeds["lln_diag (padded)"].replace(",", "")) > 0
-
-
-def test_host_is_timed_on_a_gpu_only(monkeypatch):
-    args = parse("--attentions", "lln_diag", "--no-memory")
-    args.batch = 1
-    assert benchmark.measure_column("96", 96, args)[0].host is None
-    sizes = []
-
-    def record(run, calls):
-        sizes.append(run.__self__.words.shape)
-        return 0.5
-
-    args.device = "cuda"
-    monkeypatch.setattr(benchmark, "host_milliseconds", record)
-    monkeypatch.setattr(benchmark, "interleaved", lambda runs, *_: {name: [1.0] for name in runs})
-    args.training = lambda name, length, args: Training(name, length, parse("--attentions", "lln_diag"))
-    assert benchmark.measure_column("96", 96, args)[0].host == 0.5
-    assert sizes == [(1, benchmark.HOST_TOKENS)]
+    assert float(speeds["lln_diag"].replace(",", "")) > 0
 
 
 TRAINED = [
@@ -189,7 +150,7 @@ def test_iterations_train_all_parameters(case, losses):
 
 
 @pytest.mark.exhaustive
-def test_every_task_is_measured_and_compared_with_the_paper(tmp_path, monkeypatch, capsys):
+def test_every_task_is_measured(tmp_path, monkeypatch):
     """The lengths and batches are tiny; the next test checks the real ones."""
     small = {name: task._replace(length=96, batch=2) for name, task in benchmark.TASKS.items()}
     monkeypatch.setattr(benchmark, "TASKS", small)
@@ -199,8 +160,6 @@ def test_every_task_is_measured_and_compared_with_the_paper(tmp_path, monkeypatc
 
     assert benchmark.main([*options, "--json", str(out), "--tasks", *small, "--attentions", *attentions]) == 0
 
-    table = {line.split("  ")[0]: line.split() for line in capsys.readouterr().out.splitlines()}
-    assert table["LLN+Diag (paper)"][2:] == ["0.14", "0.30", "0.14", "0.45", "0.31"]
     rows = json.loads(out.read_text())["rows"]
     expected = []
     for task in small:

@@ -93,18 +93,15 @@ def test_all_skips_a_unit_that_another_process_runs(tmp_path, capsys, monkeypatc
     assert "another process is running qnli_elu_seed1" in capsys.readouterr().err
 
 
-def test_times_of_pieces_add_up_and_finished_programs_do_not_run_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("scripts.research.programs.POLL_SECONDS", 0.05)
+def test_failed_programs_run_again_and_finished_ones_do_not(tmp_path):
     (tmp_path / "in.json").write_text("[1]")
     out = tmp_path / "out.json"
-    (tmp_path / "thread_seconds.json").write_text('{"format": 100.0}')
     programs = Programs(tmp_path, {tmp_path: "WORK", None: "GLUE"})
 
     with pytest.raises(ProgramFailed, match=r"can't open .*absent.* \(see .*logs/format\.log\)"):
         programs.run("format", ["json.tool", tmp_path / "absent", out], out)
-    seconds = programs.thread_seconds["format"]
     programs.run("format", ["json.tool", tmp_path / "in.json", out], out)
-    assert 100 <= seconds <= programs.thread_seconds["format"] < 110
+    assert json.loads(out.read_text()) == [1]
     out.write_text("kept")
     programs.run("format", ["json.tool", tmp_path / "in.json", out], out)
 
@@ -112,25 +109,12 @@ def test_times_of_pieces_add_up_and_finished_programs_do_not_run_again(tmp_path,
     assert programs.commands == {"format": "json.tool WORK/in.json WORK/out.json"}
 
 
-def test_time_of_a_validation_survives_a_kill(tmp_path):
-    file = tmp_path / "validation_seconds.json"
-    validation = '[valid][INFO] - {{"valid_loss": "8.2", "valid_num_updates": "{}"}}'
-
-    pretraining.ValidationTimes(file).read_line(validation.format(500), 50.0)
-    resumed = pretraining.ValidationTimes(file)  # killed after the validation of update 1,000, which was not read
-    resumed.read_line("Loaded checkpoint runs/x/checkpoint_last.pt (epoch 1 @ 1000 updates)", 8.0)
-    resumed.read_line(validation.format(1500), 60.0)
-
-    assert resumed.seconds == {"500": 50.0, "1000": 58.0, "1500": 110.0}
-    assert json.loads(file.read_text()) == resumed.seconds
-
-
 @pytest.fixture
 def in_this_process(monkeypatch):
     """Run the programs in this process, which saves the imports. Return the list of the steps that ran."""
     steps = []
 
-    def run(self, step, arguments, output, on_line=None):
+    def run(self, step, arguments, output):
         module, *words = map(str, arguments)
         self.commands[step] = " ".join([module, *words])
         if output is not None and output.exists():
@@ -256,11 +240,6 @@ def kill_when_written(process, file):
     process.wait()
 
 
-def without_times(result):
-    content = json.loads(result.read_text())
-    return {key: value for key, value in content.items() if key != "thread_seconds"}
-
-
 @pytest.mark.exhaustive
 def test_killed_pretraining_unit_resumes_to_the_same_result(tmp_path):
     generator = random.Random(5)
@@ -272,18 +251,15 @@ def test_killed_pretraining_unit_resumes_to_the_same_result(tmp_path):
     unit = ("pretraining", "lln_diag", "--updates", 20, "--text", text)
     killed = tmp_path / "killed"
     whole = tmp_path / "whole"
-    times = killed / "pretraining" / "lln_diag_seed1" / "validation_seconds.json"
+    checkpoint = killed / "pretraining" / "lln_diag_seed1" / "checkpoint_last.pt"
 
-    kill_when_written(start_tiny_unit(*unit, "--work", killed, "--results", killed), times)
-    before = max(json.loads(times.read_text()).values())
+    kill_when_written(start_tiny_unit(*unit, "--work", killed, "--results", killed), checkpoint)
     for folder in (killed, whole):
         assert start_tiny_unit(*unit, "--work", folder, "--results", folder).wait() == 0
 
     results = [folder / "pretraining" / "lln_diag_seed1.json" for folder in (killed, whole)]
-    assert without_times(results[0]) == without_times(results[1])
-    content = json.loads(results[0].read_text())
-    assert len(content["thread_seconds"]) == len(content["bits"]) == pretraining.VALIDATIONS
-    assert content["thread_seconds"][-1] > before
+    assert results[0].read_text() == results[1].read_text()
+    assert len(json.loads(results[0].read_text())["bits"]) == pretraining.VALIDATIONS
 
 
 @pytest.mark.exhaustive
@@ -297,15 +273,11 @@ def test_killed_conversion_unit_resumes_to_the_same_result(tmp_path):
         start_tiny_unit(*unit, "--results", tmp_path / "killed"), directory / "linearized" / "linearize.pt"
     )
     assert not (directory / "linearized" / "model.pt").exists()
-    before = json.loads((directory / "thread_seconds.json").read_text())
     for name in ("killed", "whole"):  # the second one begins again, with the same teacher
         assert start_tiny_unit(*unit, "--results", tmp_path / name).wait() == 0
 
     results = [tmp_path / name / "conversion" / "sst2_lln_diag_seed1.json" for name in ("killed", "whole")]
-    assert without_times(results[0]) == without_times(results[1])
-    after = json.loads(results[0].read_text())["thread_seconds"]
-    assert after["linearized"] > before["linearized"] > 0
-    assert after["train sst2"] == before["train sst2"]
+    assert results[0].read_text() == results[1].read_text()
 
 
 def write_result(results, unit, **content):
@@ -347,9 +319,6 @@ def test_report_has_means_ranges_and_the_control(tmp_path):
             updates=[500, 1000],
             tokens_per_update=4096,
             bits=bits,
-            thread_seconds=[60, 120],
-            processor={"name": "Xeon"},
-            precision="float32",
             probe=probe,
         )
 
@@ -379,18 +348,12 @@ def test_report_has_means_ranges_and_the_control(tmp_path):
     assert "| TF-IDF and logistic regression | 58.0 |  |" in lines
     assert "- TNN: tnn replaces the layer" in lines
     assert "| softmax | 9.00 | 6.17 |" in lines
-    assert (tmp_path / "conversion.png").stat().st_size > 5000
-    assert (tmp_path / "long_pairs.png").stat().st_size > 5000
     assert (tmp_path / "pretraining.png").stat().st_size > 5000
 
 
 def test_report_of_pretrainings_that_end_early(tmp_path):
-    curves = (
-        ("softmax", 1, "EPYC", [9.0, 8.0, 7.0]),
-        ("softmax", 2, "Xeon", [9.5, 8.2]),
-        ("tnn", 1, "Xeon", [9.2, 8.4]),
-    )
-    for attention, seed, processor, bits in curves:
+    curves = (("softmax", 1, [9.0, 8.0, 7.0]), ("softmax", 2, [9.5, 8.2]), ("tnn", 1, [9.2, 8.4]))
+    for attention, seed, bits in curves:
         write_result(
             tmp_path,
             Unit("pretraining", "", attention, seed),
@@ -398,9 +361,6 @@ def test_report_of_pretrainings_that_end_early(tmp_path):
             updates=[500, 1000, 1500][: len(bits)],
             tokens_per_update=4096,
             bits=bits,
-            thread_seconds=[60 * seed, 240, 300][: len(bits)],
-            processor={"name": processor},
-            precision="bfloat16",
             probe={},
         )
 
@@ -440,11 +400,8 @@ def test_report_of_one_long_conversion_and_two_schedules(tmp_path):
     write_result(tmp_path, unit, spec=unit.spec, scores=stages)
     write_times(tmp_path / "times" / "fine_tuning.json", {"564": {"softmax": 80.0}})
     for attention, updates in (("softmax", [500, 1000]), ("tnn", [1, 2])):
-        content = {"tokens_per_update": 4096, "thread_seconds": [60, 120], "precision": "float32", "probe": {}}
-        content["processor"] = {"name": "Xeon"}
-        write_result(
-            tmp_path, Unit("pretraining", "", attention, 1), seed=1, updates=updates, bits=[9.0, 8.0], **content
-        )
+        content = {"tokens_per_update": 4096, "bits": [9.0, 8.0], "probe": {}}
+        write_result(tmp_path, Unit("pretraining", "", attention, 1), seed=1, updates=updates, **content)
 
     write_report(tmp_path)
 
@@ -452,7 +409,6 @@ def test_report_of_one_long_conversion_and_two_schedules(tmp_path):
     assert "| blocks only, first text global | 60.0 | 68.0 | 73.0 |  |  |" in text
     assert "| softmax | 9.00 | 8.00 |" in text
     assert "| tnn | 9.00 | 8.00 |" in text
-    assert (tmp_path / "long_pairs.png").stat().st_size > 5000
 
 
 def test_every_converted_attention_has_a_label():
