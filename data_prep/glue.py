@@ -189,13 +189,12 @@ def build_glue_task(
 def describe_result(
     task: GlueTask, vocabulary: Vocabulary, rows: dict[str, GlueRows], datasets: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the entries of a manifest that describe the tokenizer, the task, its rows and its data sets.
+    """Return the entries of a manifest that describe the tokenizer, the rows of a task and its data sets.
 
     `datasets` are the counts that write_glue_task returned.
     """
     return {
         "tokenizer": vocabulary.record(directory="input0/"),
-        "task": {"classes": list(task.meaning or task.labels), "metric": task.metric, "head": task.num_classes},
         "counts": {split: count_glue_rows(task, split_rows) for split, split_rows in rows.items()},
         "datasets": datasets,
         "versions": manifest.versions(["ve-fairseq", "sentencepiece", "tiktoken", "tokenizers", "torch", "numpy"]),
@@ -274,14 +273,12 @@ def build_glue_tasks(
 def summarize_glue_task(task: GlueTask, content: dict[str, Any]) -> str:
     """Return the counts of a manifest as text: one line per split, and a last line if the source lacks some splits.
 
-    A line has the number of rows, the number of rows with each label, and the published number of rows if it differs.
-    Broken rows that were left out, unknown tokens and rows with an empty input follow if there are any.
+    A line has the number of rows and the number of rows with each label. Broken rows that were left out, unknown tokens
+    and rows with an empty input follow if there are any.
     """
     lines = []
     for split, counts in content["counts"].items():
         line = f"{task.name} {split}: {counts['rows']} rows"
-        if counts["rows"] != task.rows.get(split, counts["rows"]):
-            line += f" (published: {task.rows[split]})"
         for label, count in counts.get("labels", {}).items():
             line += f", {count} {label}"
         if counts["broken"]:

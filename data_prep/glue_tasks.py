@@ -20,11 +20,8 @@ class GlueTask:
         name: name of the task and of its directory.
         inputs: names of the columns with the input texts.
         labels: the labels in the files; class k of a model is labels[k]. Empty for a regression.
-        metric: the metric of the task, in words.
-        rows: the published number of rows of each split.
         published: the files to download if --source is not given.
         label: name of the column with the label or the score.
-        meaning: descriptions of the classes if the labels are digits, otherwise empty.
         files: the file of each split, by fairseq's name of the split.
         header: the column names of each split whose file has no header line, by fairseq's name of the split.
         skip_broken: True leaves out labeled rows with a wrong number of columns, and counts them. False raises
@@ -34,19 +31,11 @@ class GlueTask:
     name: str
     inputs: tuple[str, ...]
     labels: tuple[str, ...]
-    metric: str
-    rows: Mapping[str, int]
     published: tuple[Published, ...]
     label: str = "label"
-    meaning: tuple[str, ...] = ()
     files: Mapping[str, str] = field(default_factory=_FILES.copy)
     header: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     skip_broken: bool = False
-
-    @property
-    def num_classes(self) -> int:
-        """The number of outputs of the model's head: the number of classes, or 1 for a regression."""
-        return len(self.labels) or 1
 
 
 _COLA = ("source", "label", "mark", "sentence")
@@ -58,7 +47,6 @@ _TASKS = (
         inputs=("sentence1", "sentence2"),
         labels=("contradiction", "neutral", "entailment"),  # the order of fairseq's published MNLI models
         label="gold_label",
-        metric="accuracy",  # valid and test are matched, valid1 and test1 mismatched
         files={
             "train": "train.tsv",
             "valid": "dev_matched.tsv",
@@ -66,63 +54,46 @@ _TASKS = (
             "test": "test_matched.tsv",
             "test1": "test_mismatched.tsv",
         },
-        rows={"train": 392702, "valid": 9815, "valid1": 9832, "test": 9796, "test1": 9847},
         published=(FILES["MNLI.zip"],),
     ),
     GlueTask(
         "QNLI",
         inputs=("question", "sentence"),
         labels=_ENTAILMENT,
-        metric="accuracy",
-        rows={"train": 104743, "valid": 5463, "test": 5463},
         published=(FILES["QNLIv2.zip"],),
     ),
     GlueTask(
         "QQP",
         inputs=("question1", "question2"),
-        labels=("0", "1"),
-        meaning=("different", "duplicate"),
+        labels=("0", "1"),  # different, duplicate
         label="is_duplicate",
-        metric="accuracy, F1 of class 1",
-        rows={"train": 363846, "valid": 40430, "test": 390965},
         published=(FILES["QQP-clean.zip"],),
         skip_broken=True,  # in older copies a line break inside a question splits a row
     ),
     GlueTask(
         "SST-2",
         inputs=("sentence",),
-        labels=("0", "1"),
-        meaning=("negative", "positive"),
-        metric="accuracy",
-        rows={"train": 67349, "valid": 872, "test": 1821},
+        labels=("0", "1"),  # negative, positive
         published=(FILES["SST-2.zip"],),
     ),
     GlueTask(
         "RTE",
         inputs=("sentence1", "sentence2"),
         labels=_ENTAILMENT,
-        metric="accuracy",
-        rows={"train": 2490, "valid": 277, "test": 3000},
         published=(FILES["RTE.zip"],),
     ),
     GlueTask(
         "MRPC",
         inputs=("#1 String", "#2 String"),
-        labels=("0", "1"),
-        meaning=("different", "paraphrase"),
+        labels=("0", "1"),  # different, paraphrase
         label="Quality",
-        metric="accuracy, F1 of class 1",
-        rows={"train": 3668, "valid": 408, "test": 1725},
         published=(FILES["msr_paraphrase_train.txt"], FILES["msr_paraphrase_test.txt"], FILES["mrpc_dev_ids.tsv"]),
     ),
     GlueTask(
         "CoLA",
         inputs=("sentence",),
-        labels=("0", "1"),
-        meaning=("unacceptable", "acceptable"),
-        metric="Matthews correlation",
+        labels=("0", "1"),  # unacceptable, acceptable
         header={"train": _COLA, "valid": _COLA},
-        rows={"train": 8551, "valid": 1043, "test": 1063},
         published=(FILES["CoLA.zip"],),
     ),
     GlueTask(
@@ -130,8 +101,6 @@ _TASKS = (
         inputs=("sentence1", "sentence2"),
         labels=(),
         label="score",
-        metric="Pearson and Spearman correlation",
-        rows={"train": 5749, "valid": 1500, "test": 1379},
         published=(FILES["STS-B.zip"],),
     ),
 )

