@@ -18,7 +18,6 @@ import re
 import sys
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -134,43 +133,6 @@ def train_vocabulary(corpus: WikiTextCorpus, tokenizer: str, vocab_size: int) ->
         return new_vocabulary(train_on_corpus(lines, vocab_size, TRAINED_TOKENIZERS[tokenizer]))
 
 
-@dataclass(frozen=True)
-class WikiTextSource:
-    """The place from which the text is read. Only `open` downloads the published archive."""
-
-    tree: FileTree | None  # None for the published archive, which `open` downloads
-    is_published: bool
-    checksums: dict[str, str]
-
-    def open(self) -> FileTree:
-        """Return the archive or directory as a FileTree. The published archive is downloaded if necessary."""
-        if self.tree is not None:
-            return self.tree
-        tree, _ = fetch_tree([ARCHIVE], None)
-        return tree
-
-    def record(self) -> list[dict[str, Any]]:
-        """Return the entry "sources" of the manifest: name and SHA-256 of each file, and whether it is published."""
-        entries = []
-        for name, sha256 in self.checksums.items():
-            entries.append({"name": name, "sha256": sha256, "published": self.is_published})
-        return entries
-
-
-def find_source(path: Path | None) -> WikiTextSource:
-    """Return the source at `path`, or the published archive if `path` is None. Nothing is downloaded.
-
-    Raises UserError if the source cannot be read or lacks the file of a split.
-    """
-    checksums = {ARCHIVE.name: ARCHIVE.sha256}
-    if path is None:
-        return WikiTextSource(None, True, checksums)
-    tree, is_published = fetch_tree([ARCHIVE], path)
-    if not is_published:
-        checksums = tree.checksums(list(WikiTextCorpus(tree).members.values()))
-    return WikiTextSource(tree, is_published, checksums)
-
-
 def build_wikitext(
     out: Path,
     tokenizer: str,
@@ -208,11 +170,18 @@ def build_wikitext(
         given_vocabulary = load_tokenizer(tokenizer)
         tokenizer_setting = given_vocabulary.identity
         tokenizer_kind = given_vocabulary.tokenizer.kind
-    wikitext_source = find_source(source)
+    # The published archive is not downloaded yet, because the result may already be finished.
+    given_tree = None
+    is_published = True
+    checksums = {ARCHIVE.name: ARCHIVE.sha256}
+    if source is not None:
+        given_tree, is_published = fetch_tree([ARCHIVE], source)
+        if not is_published:
+            checksums = given_tree.checksums(list(WikiTextCorpus(given_tree).members.values()))
     settings: dict[str, Any] = {
         "program": "data_prep.wikitext103",
         "format": FORMAT,
-        "source": wikitext_source.checksums,
+        "source": checksums,
         "limit_mb": limit_mb,
         "tokenizer": tokenizer_setting,
     }
@@ -223,16 +192,27 @@ def build_wikitext(
     if limit_mb is not None:
         train_bytes = int(limit_mb * MB)
 
-    def read() -> WikiTextInput:
-        corpus = WikiTextCorpus(wikitext_source.open(), train_bytes, articles)
-        return read_wikitext(corpus, given_vocabulary, tokenizer, vocab_size)
+    def read() -> tuple[WikiTextCorpus, dict[str, int], Vocabulary]:
+        tree = given_tree
+        if tree is None:
+            tree, _ = fetch_tree([ARCHIVE], None)
+        print_status(f"reading {tree.where}")
+        corpus = WikiTextCorpus(tree, train_bytes, articles)
+        line_counts = {split: corpus.count_lines(split) for split in SPLITS}
+        if given_vocabulary is not None:
+            return corpus, line_counts, given_vocabulary
+        return corpus, line_counts, train_vocabulary(corpus, tokenizer, vocab_size)
 
-    def write(data: WikiTextInput) -> dict[str, Any]:
-        datasets = write_wikitext(out, data, workers, count_symbols=given_vocabulary is None)
+    def write(data: tuple[WikiTextCorpus, dict[str, int], Vocabulary]) -> dict[str, Any]:
+        corpus, line_counts, vocabulary = data
+        datasets = write_wikitext(out, corpus, line_counts, vocabulary, workers, count_symbols=given_vocabulary is None)
+        sources = []
+        for name, sha256 in checksums.items():
+            sources.append({"name": name, "sha256": sha256, "published": is_published})
         return {
-            "sources": wikitext_source.record(),
-            "tokenizer": data.vocabulary.record(),
-            "counts": data.line_counts,
+            "sources": sources,
+            "tokenizer": vocabulary.record(),
+            "counts": line_counts,
             "datasets": datasets,
             "versions": manifest.versions(["ve-fairseq", "sentencepiece", "tiktoken", "tokenizers", "torch", "numpy"]),
         }
@@ -240,47 +220,26 @@ def build_wikitext(
     return manifest.build_directory(out, settings, wikitext_result_files(tokenizer_kind), read, write, overwrite)
 
 
-@dataclass(frozen=True)
-class WikiTextInput:
-    """The text after it has been checked, its number of lines by split, and the vocabulary that encodes it."""
-
-    corpus: WikiTextCorpus
-    line_counts: dict[str, int]
-    vocabulary: Vocabulary
-
-
-def read_wikitext(
-    corpus: WikiTextCorpus,
-    given_vocabulary: Vocabulary | None,
-    tokenizer: str,
-    vocab_size: int,
-) -> WikiTextInput:
-    """Check the text, and train a tokenizer, a key of TRAINED_TOKENIZERS, if `given_vocabulary` is None."""
-    print_status(f"reading {corpus.tree.where}")
-    line_counts = {split: corpus.count_lines(split) for split in SPLITS}
-    if given_vocabulary is not None:
-        vocabulary = given_vocabulary
-    else:
-        vocabulary = train_vocabulary(corpus, tokenizer, vocab_size)
-    return WikiTextInput(corpus, line_counts, vocabulary)
-
-
 def write_wikitext(
-    out: Path, data: WikiTextInput, workers: int | None, count_symbols: bool
+    out: Path,
+    corpus: WikiTextCorpus,
+    line_counts: dict[str, int],
+    vocabulary: Vocabulary,
+    workers: int | None,
+    count_symbols: bool,
 ) -> dict[str, dict[str, int]]:
     """Write the tokenizer, the data sets and dict.txt, in this order, and return the counts of each data set by split.
 
-    dict.txt has the symbol counts of the train text if `count_symbols` is True, otherwise those of the vocabulary's
-    dictionary.
+    `line_counts` has the number of lines of each split. dict.txt has the symbol counts of the train text if
+    `count_symbols` is True, otherwise those of the vocabulary's dictionary.
     """
-    vocabulary = data.vocabulary
     for name, content in vocabulary.tokenizer.files.items():
         write_bytes(out / name, content)
     datasets = {}
     with ParallelEncoder(vocabulary, workers) as encoder:
-        for split, num_lines in data.line_counts.items():
+        for split, num_lines in line_counts.items():
             print_status(f"encoding {split}: {num_lines} lines")
-            blocks = _encoded_blocks(encoder, data.corpus, split, num_lines)
+            blocks = _encoded_blocks(encoder, corpus, split, num_lines)
             datasets[split] = binarize(blocks, vocabulary.size, out / split, num_lines)
     if count_symbols:
         vocabulary = vocabulary.with_counts(datasets["train"].by_id)
