@@ -71,6 +71,7 @@ def poison_empty(monkeypatch):
 
 def with_representatives(values, *representatives):
     """Return the values as parameters of a test, of which all but the representatives are marked as exhaustive."""
+    assert set(representatives) <= set(values)
     parameters = []
     for value in values:
         if value in representatives:

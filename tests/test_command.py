@@ -72,7 +72,6 @@ def test_end_of_program_sets_exit_code_and_message(program, code, message, capsy
 
 
 def test_input_error_is_user_error_and_value_error():
-    assert issubclass(UserError, UserError)
     assert issubclass(UserError, ValueError)
 
 

@@ -69,7 +69,6 @@ def new_directory(out: Path) -> Iterator[Path]:
     part.mkdir(parents=True, exist_ok=True)
     lock_file = lock_directory(part, "conversion", "OUT")
     try:
-        _require_missing(out)  # another process may have finished it before this one locked `part`
         for leftover in part.iterdir():
             if leftover.is_dir():
                 shutil.rmtree(leftover)

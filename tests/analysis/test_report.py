@@ -120,27 +120,6 @@ def assert_error_of_one_line(result, message):
     assert re.search(f"^error: .*{message}", stderr), stderr
 
 
-def test_damaged_checkpoint_is_rejected(trained, tmp_path, capsys):
-    data, _ = trained
-    broken = tmp_path / "broken.pt"
-    broken.write_bytes(b"no checkpoint")
-    assert_error_of_one_line(run_analyze(capsys, broken, data), "cannot load .*broken.pt")
-
-
-def test_data_of_another_task_is_rejected(trained, tmp_path, capsys):
-    _, checkpoints = trained
-    other_data = make_classification(tmp_path / "other")
-    assert_error_of_one_line(run_analyze(capsys, checkpoints["softmax"], other_data), ".*dict.txt is missing")
-
-
-def test_stock_roberta_is_rejected(trained, tmp_path, monkeypatch, capsys):
-    data, _ = trained
-    options = (*MASKED_LM, *USER_DIR, "--arch", "roberta", "--max-update", 1)
-    train(monkeypatch, tmp_path / "log", data, tmp_path / "stock", *options)
-    result = run_analyze(capsys, tmp_path / "stock" / "checkpoint_last.pt", data)
-    assert_error_of_one_line(result, "no attention of this package")
-
-
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [("--batches", 0, "must be at least 1"), ("--json", "no/folder.json", "no such directory: .*no")],

@@ -1,5 +1,7 @@
 """Fixtures with small Hugging Face models and pre-trained checkpoints."""
 
+import shutil
+
 import pytest
 
 from tests.conversion.sources import TOKENIZERS, add_noise, make_model
@@ -19,11 +21,7 @@ def copy_source(sources, tmp_path):
 
     def copy(kind):
         _, source = sources[kind]
-        folder = tmp_path / "copy"
-        folder.mkdir()
-        for file in source.iterdir():
-            (folder / file.name).write_bytes(file.read_bytes())
-        return folder
+        return shutil.copytree(source, tmp_path / "copy")
 
     return copy
 

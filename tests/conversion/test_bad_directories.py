@@ -60,10 +60,6 @@ BAD_DIRECTORIES = {
         lambda config, tensors, folder: (folder / "model.safetensors").unlink(),
         "holds no weights: it needs model.safetensors or",
     ),
-    "another type": (
-        lambda config, tensors, folder: config.update(model_type="gpt2"),
-        "model_type must be roberta or xlm-roberta or camembert or bert or distilbert or lln_roberta, got gpt2",
-    ),
     "a decoder": (
         lambda config, tensors, folder: config.update(is_decoder=True),
         "is_decoder is True",
@@ -87,10 +83,6 @@ BAD_DIRECTORIES = {
     "shape": (
         lambda config, tensors, folder: tensors.update({DENSE_BIAS: torch.zeros(7)}),
         r"encoder.layer.1.intermediate.dense.bias must have the shape \(48,\) according to config.json",
-    ),
-    "integers": (
-        lambda config, tensors, folder: tensors.update({DENSE_BIAS: tensors[DENSE_BIAS].to(torch.uint8)}),
-        "encoder.layer.1.intermediate.dense.bias is of dtype uint8",
     ),
     "NaN": (
         lambda config, tensors, folder: tensors[DENSE_BIAS].fill_(torch.nan),
@@ -248,21 +240,7 @@ def test_tokenizer_with_other_special_tokens_is_rejected(name, copy_source, tmp_
     assert "correct the post_processor in tokenizer.json" in error
 
 
-# Parts of the reasons for which models with nothing but this model_type in config.json are rejected.
-REASONS = {
-    "albert": "all its layers share their parameters",
-    "deberta-v2": "relative positions",
-    "gte": "rotary",
-    "modernbert": "rotary",
-    "mpnet": "relative positions",
-    "new": "rotary",
-    "nomic_bert": "rotary",
-    "qwen3": "decoder",
-    "t5": "an encoder and a decoder",
-}
-
-
-@pytest.mark.parametrize("model_type", [*UNSUPPORTED_TYPES, None])
+@pytest.mark.parametrize("model_type", ["modernbert", "t5", None])
 def test_model_that_cannot_be_read_is_rejected_by_name(model_type, tmp_path, capsys):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "config.json").write_text(json.dumps({"model_type": model_type}))
@@ -273,7 +251,6 @@ def test_model_that_cannot_be_read_is_rejected_by_name(model_type, tmp_path, cap
     assert error.count("\n") == 1
     types = "roberta or xlm-roberta or camembert or bert or distilbert or lln_roberta"
     assert f"config.json: model_type must be {types}, got {model_type}" in error
-    assert REASONS.get(model_type, "") in error
     if model_type in UNSUPPORTED_TYPES:
         assert f"got {model_type}: {UNSUPPORTED_TYPES[model_type]}\n" in error
 
@@ -287,10 +264,6 @@ def test_model_that_cannot_be_read_is_rejected_by_name(model_type, tmp_path, cap
             "it has no config.json. To convert a fairseq checkpoint, name the file, such as .*/model.pt\n",
         ),
         ({"adapter_config.json": "{}", "adapter_model.safetensors": ""}, "in holds only an adapter .*: merge it"),
-        (
-            {"config.json": "{}"},
-            "model_type must be roberta or .* or lln_roberta, got None",
-        ),
     ],
 )
 def test_incomplete_directory_is_reported_in_one_line(files, message, tmp_path, capsys):
@@ -316,10 +289,3 @@ def test_full_disk_leaves_no_output(sources, tmp_path, monkeypatch, capsys):
     assert error.startswith("error: cannot write model.pt: [enforce fail")
     assert "MB free" in error
     assert list(tmp_path.iterdir()) == []
-
-
-def test_existing_output_is_not_touched(sources, tmp_path):
-    (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match="out already exists"):
-        convert(sources["bert"][1], tmp_path / "out", "softmax")
-    assert list((tmp_path / "out").iterdir()) == []

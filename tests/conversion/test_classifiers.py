@@ -113,6 +113,7 @@ def test_regression_gives_its_output(kind, tmp_path, capsys):
     actual = transformers_logits(exported, tmp_path / "exported", INPUTS)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     assert exported.config.problem_type == "regression"
+    assert exported.config.id2label == {0: "score"}
 
 
 @pytest.mark.parametrize(
@@ -133,8 +134,6 @@ def test_dropout_of_head_is_kept(kind, options, dropout, tmp_path):
 
 BAD_CONFIGS = {
     "tokens": ({"architectures": ["BertForTokenClassification"]}, "BertForTokenClassification has a head that cannot"),
-    "questions": ({"architectures": ["BertForQuestionAnswering"]}, "BertForQuestionAnswering has a head that cannot"),
-    "choices": ({"architectures": ["BertForMultipleChoice"]}, "BertForMultipleChoice has a head that cannot be kept"),
     "multi-label": ({"problem_type": "multi_label_classification"}, "problem_type is multi_label_classification, but"),
     "targets": ({"problem_type": "regression"}, "problem_type is regression, but the model has 3 outputs"),
     "twice": ({"id2label": {"0": "a b", "1": "c", "2": "a b"}}, "id2label: labels 0 and 2 are both 'a b'"),

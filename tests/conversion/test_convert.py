@@ -30,7 +30,7 @@ from lln_fairseq.checkpoints.reading import PLUGIN_STATE, load_checkpoint_lazily
 from lln_fairseq.conversion.convert import convert, finetuning_command
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
-from lln_fairseq.models.adapt import EMBEDDING, POSITIONS
+from lln_fairseq.models.adapt import POSITIONS
 from lln_fairseq.text.tokenizers import train_sentencepiece
 from lln_fairseq.text.vocabulary import load_vocabulary
 from tests.conversion.sources import (
@@ -46,7 +46,7 @@ from tests.conversion.sources import (
     make_model_with_settings,
     rename_tensor,
 )
-from tests.fairseq_runs import CLASSIFICATION, LLN, binarize, make_classification, train
+from tests.fairseq_runs import CLASSIFICATION, LLN, train
 from tests.text_runs import make_glue
 
 ADDITIONAL = {"additional_special_tokens": ["<ent>", "</ent>"]}
@@ -279,15 +279,6 @@ def test_printed_command_is_quoted_for_hydra(name):
     assert getattr(value, "text", value) == name
 
 
-def test_token_type_is_added_to_positions(sources, tmp_path):
-    model, folder = sources["bert"]
-    convert(folder, tmp_path / "out", "softmax")
-
-    embeddings = model.bert.embeddings
-    table = embeddings.position_embeddings.weight + embeddings.token_type_embeddings.weight[0]
-    assert torch.equal(load_parameters(tmp_path / "out")[POSITIONS][2:], table)
-
-
 def test_epsilon_of_layer_norms_is_kept(sources, tmp_path):
     convert(sources["bert"][1], tmp_path / "out", "softmax")
 
@@ -396,23 +387,6 @@ def test_unsuitable_option_is_rejected(options, message, sources, tmp_path):
     with pytest.raises(UserError, match=message):
         convert(sources["roberta"][1], tmp_path / "out", "softmax", **options)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_converted_model_is_fine_tuned(sources, tmp_path, monkeypatch):
-    convert(sources["roberta"][1], tmp_path / "out", "lln_diag")
-    data = make_classification(tmp_path / "data")
-    dictionary = tmp_path / "out" / "dict.txt"
-    (data / "input0" / "dict.txt").write_bytes(dictionary.read_bytes())
-    for split, rows in (("train", 60), ("valid", 11)):
-        binarize([f"{10 + row} {30 + row} 7" for row in range(rows)], dictionary, data / "input0" / split)
-    sizes = ("--encoder-ffn-embed-dim", 48, "--layer-norm-eps", 1e-12)
-    start = ("--finetune-from-model", tmp_path / "out" / "model.pt")
-    options = (*CLASSIFICATION, *LLN, "--attention", "lln_diag", "--lr", 0, *sizes, *start)
-
-    train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *options)
-
-    trained = load_checkpoint_lazily(str(tmp_path / "run" / "checkpoint_last.pt"))["model"]
-    assert torch.equal(trained[EMBEDDING], load_parameters(tmp_path / "out")[EMBEDDING])
 
 
 @pytest.mark.parametrize(

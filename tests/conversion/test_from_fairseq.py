@@ -63,13 +63,6 @@ def test_prefixes_of_wrapped_models_are_removed(prefix, trained, tmp_path, caplo
         assert torch.equal(converted[name], expected[name])
 
 
-def test_attention_is_replaced(trained, tmp_path):
-    convert(trained / "checkpoint_last.pt", tmp_path / "out", "lln_diag")
-    options = load_checkpoint_lazily(str(tmp_path / "out" / "model.pt"))["cfg"]["model"]
-    assert options["attention"] == "lln_diag"
-    assert options["encoder_layers"] == 2
-
-
 def test_parameters_of_same_attention_are_kept(trained, tmp_path, monkeypatch):
     options = ("--attention", "linformer", "--linformer-projected-length", 16, "--max-update", 1)
     train(monkeypatch, tmp_path / "log", trained, tmp_path / "run", *MASKED_LM, *LLN, *options)
@@ -115,10 +108,6 @@ BAD_CHECKPOINTS = {
     "unknown": (
         lambda state: replace_parameter(state, "adapter.bias", torch.zeros(3)),
         r"is not a RoBERTa: unexpected parameters encoder.sentence_enc",
-    ),
-    "integers": (
-        lambda state: replace_parameter(state, "layers.1.fc1.bias", torch.zeros(64, dtype=torch.int8)),
-        r"layers.1.fc1.bias is of dtype int8",
     ),
     "infinite": (
         lambda state: replace_parameter(state, "layers.1.fc1.bias", torch.full((64,), torch.inf)),

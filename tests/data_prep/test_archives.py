@@ -113,11 +113,6 @@ def test_damaged_archive_raises(tmp_path, name):
             read_all_files(path)
 
 
-def test_missing_archive_raises(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        open_tree(tmp_path / "none")
-
-
 def test_encrypted_member_raises(tmp_path):
     content = bytearray(zip_bytes({"x": b"text"}))
     content[content.index(b"PK\x01\x02") + 8] |= 1  # the flag "encrypted" in the directory and in the member's header

@@ -57,14 +57,3 @@ def test_directory_without_write_permission_is_one_line(tmp_path, command, archi
     assert (code, len(err)) == (1, 1)
     assert "Permission denied" in err[0]
     assert not (tmp_path / "new").exists()
-
-
-def test_interrupt_is_one_line(tmp_path, command, archive, monkeypatch):
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(demo, "train_sentencepiece", interrupt)
-
-    code, _, err = command("--out", tmp_path / "out", "--archive", archive)
-
-    assert (code, len(err)) == (130, 1)

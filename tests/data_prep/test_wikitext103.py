@@ -14,7 +14,6 @@ from data_prep import wikitext103
 from data_prep.published_files import Published
 from lln_fairseq.errors import UserError
 from lln_fairseq.files import sha256_of
-from lln_fairseq.text import binary_format
 from lln_fairseq.text.vocabulary import load_vocabulary
 from tests.data_prep.conftest import BAD, GOOD, WORDS, files_without_manifest, read_files, text_of
 
@@ -189,20 +188,6 @@ def test_bad_input_is_one_line(tmp_path, source, content, message, capfd, gpt2):
     assert (code, len(err)) == (1, 1)
     assert re.search(message, err[0])
     assert not (tmp_path / "out").exists()
-
-
-def test_full_disk_is_one_line_and_build_starts_over(tmp_path, build, monkeypatch, source, capfd, gpt2):
-    def raise_no_space(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(binary_format, "index_bytes", raise_no_space)
-    arguments = ["--out", str(tmp_path / "out"), "--source", str(source), "--tokenizer", str(gpt2), "--workers", "1"]
-    assert wikitext103.main(arguments) == 1
-    assert re.fullmatch(r"error: .*No space left on device: '.*out/train\.\w+'\n", capfd.readouterr().err)
-
-    monkeypatch.undo()
-    content = build()
-    assert set(read_files(tmp_path / "out")) == {*content["files"], "manifest.json"}
 
 
 def test_articles_are_separated_by_one_blank_line(tmp_path, build, source):

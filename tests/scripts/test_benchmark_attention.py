@@ -107,43 +107,6 @@ def test_host_waits_only_before_and_after_its_calls(fake_gpu):
     assert fake_gpu == ["synchronize", "synchronize"]
 
 
-def test_times_of_the_gpu_and_of_the_host_are_reported(monkeypatch, tmp_path, capsys):
-    """The GPU is a fake: its tensors are on the CPU, and softmax cannot be captured."""
-    on_cpu = {}
-    for name in ("attention_function", "make_inputs", "interleaved"):
-        on_cpu[name] = getattr(benchmark, name)
-
-    def with_cpu(name, position):
-        def call(*arguments):
-            arguments = list(arguments)
-            arguments[position] = Namespace(**vars(arguments[position]) | {"device": "cpu"})
-            return on_cpu[name](*arguments)
-
-        return call
-
-    monkeypatch.setattr(benchmark, "attention_function", with_cpu("attention_function", 1))
-    monkeypatch.setattr(benchmark, "make_inputs", with_cpu("make_inputs", 0))
-    monkeypatch.setattr(benchmark, "interleaved", lambda runs, _, repeats: on_cpu["interleaved"](runs, "cpu", repeats))
-    monkeypatch.setattr(benchmark, "captured", lambda run: None if "scaled_dot" in str(run.args[0]) else run)
-    monkeypatch.setattr(benchmark, "host_milliseconds", lambda run: (run(), 0.25)[1])
-    monkeypatch.setattr(benchmark, "copy_bandwidth", lambda device: 1e9)
-    monkeypatch.setattr(benchmark, "device_name", lambda device: "fake")
-    output = tmp_path / "b.json"
-
-    options = ["--smoke", "--no-memory", "--device", "cuda", "--attentions", "lln_diag", "--json", str(output)]
-    assert benchmark.main(options) == 0
-
-    content = json.loads(output.read_text())
-    for row in content["rows"]:
-        assert (row["card"] is None) == (row["attention"] == "sdpa")
-        assert row["floors"][1] > row["floors"][0] > 0
-    assert content["host"] == [{"attention": name, "forward": 250.0, "both": 250.0} for name in ("sdpa", "lln_diag")]
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[2].split()[-4:] == ["-", "-", "-", "-"]
-    assert float(lines[3].split()[-1]) > 0
-    assert ["lln_diag", "250", "250"] in [line.split() for line in lines]
-
-
 def test_copy_bandwidth_is_positive():
     assert copy_bandwidth("cpu", 2**20) > 0
 

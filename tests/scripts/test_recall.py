@@ -118,17 +118,6 @@ def test_finished_run_is_not_repeated(tmp_path, monkeypatch, capsys):
     assert "was written with other settings" in capsys.readouterr().err
 
 
-def test_interrupted_run_ends_in_one_line(tmp_path, monkeypatch, capsys):
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(recall, "recall_accuracy", interrupt)
-
-    assert recall.main([str(tmp_path), *SMALL]) == 130
-    assert capsys.readouterr().err.splitlines()[-1] == "interrupted; run the same command again to continue"
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

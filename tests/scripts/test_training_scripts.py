@@ -94,14 +94,6 @@ def test_lra_task_from_data_to_table(tmp_path):
     assert scores.stat().st_mtime_ns == written
 
 
-@pytest.mark.parametrize("name", ["pretrain_wikitext103", "finetune_sst2", "tensorboard"])
-def test_help_shows_usage(name, tmp_path):
-    output = run_script(tmp_path, f"{name}.sh", "--help")
-
-    assert f"scripts/{name}.sh" in output
-    assert "set -euo" not in output
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

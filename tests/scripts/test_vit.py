@@ -76,16 +76,6 @@ def test_training_learns(tmp_path):
     assert result["history"][-1]["loss"] < result["history"][1]["loss"]
 
 
-def test_finished_run_is_not_repeated(tmp_path, monkeypatch, capsys):
-    arguments = one_run(make_folder(tmp_path / "pictures"), tmp_path / "out")
-    assert vit.main(arguments) == 0
-    monkeypatch.setattr(vit, "train", lambda *_: pytest.fail("trained again"))
-
-    assert vit.main(arguments) == 0
-    assert vit.main([*arguments, "--lr", "0.1"]) == 1
-    assert "was written with other settings" in capsys.readouterr().err
-
-
 def test_program_writes_results_table_and_figures(tmp_path, capsys):
     pictures = make_folder(tmp_path / "pictures")
     out = tmp_path / "out"
@@ -154,15 +144,6 @@ def test_bad_input_ends_in_one_line(change, arguments, message, tmp_path, capsys
     assert error.startswith("error: ")
     assert message in error
     assert not (tmp_path / "out").exists()
-
-
-def test_repeated_seed_runs_once(tmp_path, capsys):
-    arguments = [*one_run(make_folder(tmp_path / "pictures"), tmp_path / "out"), "--seeds", "1", "1"]
-
-    assert vit.main(arguments) == 0
-
-    table_row = capsys.readouterr().out.splitlines()[-3]
-    assert table_row.split()[-1] == "1"
 
 
 def test_diverged_run_writes_no_result(tmp_path, capsys):

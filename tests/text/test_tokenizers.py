@@ -249,15 +249,6 @@ def test_train_tokenizer_writes_a_model_and_keeps_an_existing_one(tmp_path, capf
     assert "out/spm.model" in capfd.readouterr().err
 
 
-def test_symbol_texts_make_up_the_line(gpt2):
-    line = "the film's story, naïve plots"
-    tokenizers = [load_vocabulary(str(gpt2)).tokenizer, SentencePieceTokenizer(train_sentencepiece([line] * 3, 45))]
-
-    for tokenizer in tokenizers:
-        text = "".join(tokenizer.symbol_text(symbol) for symbol in encode_line(tokenizer, line))
-        assert text.replace("��", "ï").strip() == line
-
-
 def test_symbol_text_of_a_single_byte_is_the_replacement_character():
     model = train_sentencepiece(["a film and a story"] * 3, 280, byte_fallback=True)
     tokenizer = SentencePieceTokenizer(model)

@@ -69,14 +69,6 @@ def test_dictionary_without_most_symbols_of_the_tokenizer_raises(gpt2_copy):
         load_vocabulary(str(gpt2_copy))
 
 
-def test_dictionary_with_repeated_symbols_raises(gpt2_copy):
-    path = gpt2_copy / "dict.txt"
-    path.write_text(path.read_text() * 2)
-
-    with pytest.raises(UserError, match="occurs twice"):
-        load_vocabulary(str(gpt2_copy))
-
-
 def test_gpt2_files_that_do_not_belong_together_raise(gpt2_copy):
     (gpt2_copy / "vocab.bpe").write_text("#version\nq q\n")
 
