@@ -1,12 +1,8 @@
 """The command `lln-fairseq`: its programs, and how it ends."""
 
-import os
-import signal
-
 import pytest
 
 from lln_fairseq.__main__ import PROGRAMS, main
-from lln_fairseq.linearize import linearize
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -24,10 +20,3 @@ def test_wrong_usage_shows_usage(arguments, capsys):
         main(arguments)
     assert error.value.code == 2
     assert "usage: lln-fairseq" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signal_ends_program_in_one_line(number, code, monkeypatch, capsys):
-    monkeypatch.setattr(linearize, "linearize", lambda args: os.kill(os.getpid(), number))
-    assert main(["linearize", "teacher.pt", "data", "out"]) == code
-    assert capsys.readouterr().err == "interrupted; the same command continues from the last saved step\n"
