@@ -71,10 +71,6 @@ def test_end_of_program_sets_exit_code_and_message(program, code, message, capsy
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
-def test_input_error_is_user_error_and_value_error():
-    assert issubclass(UserError, ValueError)
-
-
 def test_bug_keeps_traceback_after_earlier_interrupt():
     run_main(raising(KeyboardInterrupt()))
     with pytest.raises(ZeroDivisionError):

@@ -48,22 +48,6 @@ def test_attention_files_list_options_with_defaults(attention):
     assert options == {f"{attention}_{field.name}": field.default for field in fields}
 
 
-def test_long_pairs_selects_blocks_with_a_global_first_text(composed):
-    config = composed("finetune", "attention=long_pairs")
-
-    assert config.model.attention == "block_diag"
-    assert config.model.block_diag_block_size == 128
-    assert config.model.block_diag_global_tokens == "first_segment"
-
-
-def test_local_global_selects_a_local_attention_with_softmax_in_every_fourth_layer(composed):
-    model = composed("pretrain", "attention=local_global").model
-
-    assert (model.attention, model.window_block_size, model.softmax_layers) == ("window", 64, "every:4")
-    assert model.rotary
-    assert model.encoder_normalize_before
-
-
 def test_model_file_lists_options_with_defaults():
     defaults = {field.name: field.default for field in dataclasses.fields(RobertaConfig)}
     del defaults["_name"]

@@ -1,8 +1,12 @@
 """Workers of torch.distributed on this machine (gloo). Each is a process that runs a function of a test module."""
 
+import os
 import socket
+import subprocess
+import sys
 import traceback
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -11,6 +15,8 @@ import torch.multiprocessing
 from tests.shortcuts import install_shortcuts
 
 MINUTES = 5  # the timeout of a collective, and of each worker
+FAIRSEQ_TRAIN = "import lln_fairseq; lln_fairseq.register(); from fairseq_cli.train import cli_main; cli_main()"
+DISTRIBUTED = ("--distributed-no-spawn", "--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp")
 
 
 def free_port():
@@ -18,6 +24,18 @@ def free_port():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def start_training(*arguments):
+    """Start fairseq-train in a process of its own, whose output is a pipe."""
+    return subprocess.Popen(
+        [sys.executable, "-c", FAIRSEQ_TRAIN, *map(str, arguments)],
+        cwd=Path(__file__).parents[1],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def _run_worker(rank, function, workers, port, results, arguments):

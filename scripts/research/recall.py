@@ -16,9 +16,9 @@ short convolution.
 Training ends when --target percent of the answers on held-out rows are correct, or after --epochs. For every attention,
 the tables show the learning rate with the highest mean accuracy over the seeds after the last epoch, on the same
 held-out rows, and the lowest and highest accuracy of a seed. A pair and its query are in the same block if their tokens
-are among the same 32 tokens of the row, counted from its start; "beyond" means that at least one whole block lies
-between them, which a window of 32 does not reach. Finished runs in OUT are skipped, so you can run an interrupted
-command again.
+are among the same 32 tokens of the row, counted from its start; "beyond" means that the query is more than two blocks
+behind, where two layers with a window of one block on each side cannot reach it. Finished runs in OUT are skipped, so
+you can run an interrupted command again.
 """
 
 import argparse
@@ -181,7 +181,7 @@ def recall_accuracy(model: nn.Module, rows: RecallRows, batch: int) -> dict[str,
     """
     correct = predict_targets(model, batches(rows, batch)) == rows.values
     distances = rows.block_distances()
-    parts = (correct, correct[distances == 0], correct[distances > 0], correct[distances > 1])
+    parts = (correct, correct[distances == 0], correct[distances > 0], correct[distances > LAYERS])
     accuracies = {}
     for name, answers in zip(PARTS, parts, strict=True):
         if answers.numel():

@@ -202,7 +202,6 @@ BAD_ARGUMENTS = [
     (dict(name="lln_diag", global_tokens="all"), "none, first_segment or a positive number, got 'all'"),
     (dict(name="block_diag", global_tokens="all"), "none, first_segment or a positive number, got 'all'"),
     (dict(name="lln_diag", global_tokens=0), "none, first_segment or a positive number, got '0'"),
-    (dict(name="lln_diag", global_tokens="-1"), "none, first_segment or a positive number, got '-1'"),
     (dict(name="transnormer_t2", local_layers=-1), "at least 0"),
     (dict(name="nystrom", landmarks=0), "at least 1"),
     (dict(name="nystrom", conv_kernel=8), "must be odd"),

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lln_fairseq.attention import Context, build_layer
+from tests.ops.test_rotary import rotate_pairwise
 
 DIM = 6
 KEY_DIM = 4
@@ -28,17 +29,6 @@ def layer_norm(x, norm):
     return (x - mean) / (variance + norm.eps).sqrt() * norm.weight + norm.bias
 
 
-def rotate(x, position):
-    """Apply the rotary embedding to one vector, feature pair by feature pair."""
-    out = x.clone()
-    half = len(x) // 2
-    for f in range(half):
-        angle = torch.tensor(position * 10000.0 ** (-2 * f / len(x)), dtype=x.dtype)
-        out[f] = x[f] * angle.cos() - x[f + half] * angle.sin()
-        out[f + half] = x[f] * angle.sin() + x[f + half] * angle.cos()
-    return out
-
-
 def pairwise_unit(unit, x, real, form, chunk):
     """Compute the unit for one sequence x (N, d), pair by pair. Return the rows of the real tokens, a list."""
     x = layer_norm(x, unit.layer_norm)
@@ -49,8 +39,8 @@ def pairwise_unit(unit, x, real, form, chunk):
     for i in real:
         attended = torch.zeros_like(v[0])
         for j in real:
-            q = rotate(projections[0][i], i)
-            k = rotate(projections[1][j], j)
+            q = rotate_pairwise(projections[0][i], i)
+            k = rotate_pairwise(projections[1][j], j)
             distance = max(-(chunk - 1), min(chunk - 1, i - j))
             bias = unit.distance_bias[distance + chunk - 1]
             if form == "quadratic":
@@ -58,8 +48,8 @@ def pairwise_unit(unit, x, real, form, chunk):
                 continue
             if i // chunk == j // chunk:
                 attended = attended + max(q @ k / chunk + bias, zero) ** 2 * v[j]
-            q_linear = rotate(projections[2][i], i)
-            k_linear = rotate(projections[3][j], j)
+            q_linear = rotate_pairwise(projections[2][i], i)
+            k_linear = rotate_pairwise(projections[3][j], j)
             attended = attended + q_linear @ k_linear / len(real) * v[j]
         out[i] = unit.out_proj.weight @ (u[i] * attended) + unit.out_proj.bias
     return out[real]

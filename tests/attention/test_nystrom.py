@@ -80,17 +80,6 @@ def test_short_sequences_get_exact_softmax_also_next_to_long_ones():
     torch.testing.assert_close(build(landmarks=97)(q, k, v, Context(mask)), expected)
 
 
-def test_position_of_padding_does_not_matter():
-    attention = build(landmarks=7)
-    q, k, v = random_qkv(length=50)
-    mask = torch.zeros(2, 50, dtype=torch.bool)
-    mask[:, [0, 3, 4, 20, 49]] = True
-    is_real = ~mask[0]
-    padded = attention(q, k, v, Context(mask))[:, :, is_real]
-    unpadded = attention(*(x[:, :, is_real] for x in (q, k, v)))
-    torch.testing.assert_close(padded, unpadded, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_as_accurate_as_its_rounded_inputs(dtype):
     attention = build(landmarks=32)

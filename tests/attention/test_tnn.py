@@ -84,13 +84,3 @@ def test_mixing_weights_of_half_precision_model_are_float32():
     assert weights.dtype == torch.float32
     assert torch.equal(weights, unit.float().mixing_weights(3000, torch.device("cpu")))
     assert (weights[2049] != weights[2048]).any()
-
-
-def test_left_padding_does_not_change_the_output():
-    """Only distances count, not positions."""
-    torch.manual_seed(0)
-    layer = build_layer("tnn", dim=DIM).eval()
-    x = torch.randn(20, 1, DIM)
-    mask = torch.arange(32)[None] < 12
-    shifted = layer(torch.cat([torch.zeros(12, 1, DIM), x]), Context(mask))[12:]
-    torch.testing.assert_close(shifted, layer(x), rtol=1e-5, atol=1e-5)

@@ -185,18 +185,6 @@ def test_sequences_cannot_be_divided_among_workers():
         shard_multiple(build_model(**FIRST_SEGMENT))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lln_diag_global_tokens": "16"}, "global_tokens=16 needs the mix joint_offset, got mix 'average'"),
-        (GLOBAL | {"lln_diag_global_tokens": "1.5"}, "none, first_segment or a positive number, got '1.5'"),
-    ],
-)
-def test_wrong_option_is_rejected(options, message):
-    with pytest.raises(UserError, match=message):
-        build_model(**options)
-
-
 @pytest.fixture(scope="module")
 def pair_data(tmp_path_factory):
     """Return the directory of a binarized classification of pairs with two classes."""

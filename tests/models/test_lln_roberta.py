@@ -19,7 +19,6 @@ from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models.layer import LLNEncoderLayer
 from lln_fairseq.models.lln_roberta import PRESETS, SIZE_FIELDS, LLNRobertaConfig, complete_config
 from tests.fairseq_runs import (
-    CLASSIFICATION,
     LLN,
     MASKED_LM,
     TRAINING,
@@ -29,7 +28,7 @@ from tests.fairseq_runs import (
     read_log,
     train,
 )
-from tests.helpers import FLOAT32_FORWARD, relative_rms, with_representatives
+from tests.helpers import with_representatives
 
 ROOT = Path(__file__).parents[2]
 USER_DIR = ("--user-dir", ROOT / "lln_fairseq")
@@ -52,21 +51,6 @@ def test_softmax_trains_exactly_like_stock_roberta(corpus, tmp_path, monkeypatch
     assert stock["valid"][0]["valid_loss"] == softmax["valid"][0]["valid_loss"]
 
 
-def test_stock_checkpoint_can_be_finetuned(corpus, task_data, tmp_path, monkeypatch):
-    stock_options = (*MASKED_LM, "--arch", "roberta", *USER_DIR, "--max-positions", 64)
-    train(monkeypatch, tmp_path / "p.log", corpus, tmp_path / "stock", *stock_options)
-    stock = tmp_path / "stock" / "checkpoint_last.pt"
-
-    options = (*CLASSIFICATION, *LLN, "--finetune-from-model", stock, "--max-update", 1, "--lr", 0)
-    log = train(monkeypatch, tmp_path / "f.log", task_data, tmp_path / "tuned", *options)
-
-    assert len(log["train"]) == 1
-    before = torch.load(stock)["model"]
-    after = torch.load(tmp_path / "tuned" / "checkpoint_last.pt")["model"]
-    weight = "encoder.sentence_encoder.layers.1.self_attn.q_proj.weight"
-    assert torch.equal(before[weight], after[weight])
-
-
 @pytest.mark.parametrize("attention", with_representatives(sorted(ATTENTION_REGISTRY), "lln", "linformer"))
 def test_every_attention_trains_and_loads(attention, corpus, tmp_path, monkeypatch):
     log = train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, "--attention", attention)
@@ -87,25 +71,6 @@ def test_encoder_places_every_attention_in_its_layer(corpus, tmp_path, monkeypat
 def test_resumed_run_draws_the_same_random_features(corpus, tmp_path, monkeypatch):
     options = (*MASKED_LM, *LLN, "--attention", "performer", "--performer-redraw-every", 2)
     assert_resumes_exactly(monkeypatch, tmp_path, corpus, *options, stop=3, updates=6)
-
-
-def test_logits_depend_neither_on_padding_nor_on_the_batch(task_data, tmp_path, monkeypatch):
-    options = (*CLASSIFICATION, *LLN, "--lln-diag-block-size", 8)
-    train(monkeypatch, tmp_path / "a.log", task_data, tmp_path / "a", *options)
-    model, task = load_last_checkpoint(tmp_path / "a")
-    model.eval()
-    assert model.encoder.sentence_encoder.layers[0].self_attn.attention.block_size == 8
-
-    def logits(tokens):
-        return model(tokens, classification_head_name="sentence_classification_head")[0][0]
-
-    sentence = torch.tensor([0, *range(5, 23), 2])
-    batch = torch.full((2, 60), task.source_dictionary.pad())
-    batch[0, :20] = sentence
-    batch[1] = torch.arange(60) % 50 + 4
-    unpadded = logits(sentence[None])
-    torch.testing.assert_close(logits(batch[:1]), unpadded, rtol=0, atol=1e-5)
-    torch.testing.assert_close(logits(batch), unpadded, rtol=0, atol=1e-5)
 
 
 HYDRA = ("model=tiny", "corpus=demo", "run=cpu")
@@ -156,22 +121,6 @@ def test_run_resumes_with_text_option_as_number_or_text(option, value, other, co
         hydra_train(monkeypatch, *arguments, f"model.{option}={other}", "optimization.max_update=3")
     model, _ = load_model(str(tmp_path / "run/checkpoint_last.pt"), str(corpus))
     assert model.args[option] == value
-
-
-def test_hydra_run_stores_numbers_of_softmax_layers(corpus, tmp_path, monkeypatch, capfd):
-    """The number of layers is that of the preset. every:N needs no quotes."""
-    overrides = """
-        model=tiny lr_scheduler.warmup_updates=1 task.global_batch=8 dataset.batch_size=8 dataset.num_workers=0
-        optimization.max_update=1
-    """
-    arguments = (*HYDRA, *overrides.split(), f"task.data={corpus}", f"checkpoint.save_dir={tmp_path / 'run'}")
-    with pytest.raises(SystemExit):
-        hydra_train(monkeypatch, *arguments, "model.softmax_layers=every:4")
-    assert "softmax_layers must be numbers from 0 to 1" in capfd.readouterr().err
-
-    hydra_train(monkeypatch, *arguments, "model.softmax_layers=every:2")
-
-    assert torch.load(tmp_path / "run/checkpoint_last.pt")["cfg"]["model"]["softmax_layers"] == "1"
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -233,24 +182,6 @@ def test_hydra_reports_bad_input_without_traceback(overrides, message, corpus, t
     assert re.search(message, output, re.DOTALL | re.MULTILINE), output
     assert "Traceback" not in output
     assert not list(tmp_path.rglob("*.pt"))
-
-
-@pytest.mark.exhaustive
-def test_compiled_model_has_the_same_logits(corpus, tmp_path, monkeypatch):
-    train(monkeypatch, tmp_path / "log", corpus, tmp_path / "run", *MASKED_LM, *LLN, "--max-update", 1)
-    model, task = load_model(str(tmp_path / "run/checkpoint_last.pt"))
-    pad = task.source_dictionary.pad()
-    tokens = torch.randint(4, 60, (3, 50), generator=torch.Generator().manual_seed(0))
-    padded = tokens.clone()
-    padded[1, 30:] = pad
-    compiled = torch.compile(model, backend="aot_eager")
-    with torch.no_grad():
-        for batch in (tokens, padded):
-            is_real = batch.ne(pad)
-            expected, _ = model(batch)
-            logits, _ = compiled(batch)
-            assert relative_rms(logits[is_real], expected[is_real]) <= FLOAT32_FORWARD
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("normalize_before", [False, True])

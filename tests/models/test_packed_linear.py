@@ -208,13 +208,6 @@ def test_int8_multiplies_quantized_numbers(int8_way, gelu, tokens_per_piece, mon
     torch.testing.assert_close(actual, expected.float(), rtol=1e-5, atol=1e-5)
 
 
-def test_int8_is_near_float(int8_way):
-    layer = random_layer()
-    actual = int8_way(layer.weight, layer.bias)(random_input())
-    expected = layer(random_input())
-    assert 0 < (actual - expected).norm() / expected.norm() < 0.02
-
-
 def test_int8_does_not_overflow(int8_way):
     way = int8_way(torch.ones(8, 4096), torch.zeros(8))
     x = torch.ones(3, 4096)

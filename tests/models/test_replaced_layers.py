@@ -23,7 +23,6 @@ from tests.fairseq_runs import (
     LLN,
     MASKED_LM,
     assert_resumes_exactly,
-    hydra_train,
     losses_and_norms,
     train,
 )
@@ -70,7 +69,9 @@ def test_activation_checkpointing_changes_nothing(name, corpus, tmp_path, monkey
 
 @every_layer
 def test_pretrained_model_is_finetuned_and_evaluated(name, pretrained, task_data, tmp_path, monkeypatch, capsys):
-    options = (*CLASSIFICATION, *LLN, "--criterion", "lln_sentence_prediction", "--attention", name)
+    """Without --max-positions, the model has the pre-trained length, with and without position embeddings."""
+    without_max_positions = CLASSIFICATION[:-2]
+    options = (*without_max_positions, *LLN, "--criterion", "lln_sentence_prediction", "--attention", name)
     schedule = ("--max-update", 1, "--lr", 0, "--finetune-from-model", pretrained(name))
     train(monkeypatch, tmp_path / "log", task_data, tmp_path / "run", *options, *schedule)
     checkpoint = tmp_path / "run" / "checkpoint_last.pt"
@@ -79,42 +80,12 @@ def test_pretrained_model_is_finetuned_and_evaluated(name, pretrained, task_data
     encoder_keys = [key for key in before if ".layers." in key or ".layer_norm." in key]
     assert len(encoder_keys) > 20
     assert all(torch.equal(before[key], after[key]) for key in encoder_keys)
-
-    assert main(["evaluate", str(checkpoint), "--json", str(tmp_path / "valid.json")]) == 0
-    assert json.loads((tmp_path / "valid.json").read_text())["rows"] == 11
-
-
-@every_layer
-def test_finetuning_takes_over_the_pretrained_length(name, pretrained, task_data, tmp_path, monkeypatch):
-    """This holds with and without position embeddings."""
-    without_max_positions = CLASSIFICATION[:-2]
-    options = (*LLN, "--attention", name, "--finetune-from-model", pretrained(name), "--max-update", 1)
-    train(monkeypatch, tmp_path / "log", task_data, tmp_path / "run", *without_max_positions, *options)
-    model, task = load_model(str(tmp_path / "run" / "checkpoint_last.pt"))
+    model, task = load_model(str(checkpoint))
     assert model.max_positions() == 64
     assert task.max_positions() == 64
 
-
-@pytest.mark.exhaustive
-@every_layer
-def test_hydra_passes_options_to_the_layer(name, corpus, tmp_path, monkeypatch):
-    layer_options = {"flash": ["model.flash_units=1"], "tnn": ["model.tnn_rpe_layers=2"]}
-    overrides = (
-        f"task.data={corpus}",
-        f"checkpoint.save_dir={tmp_path / 'run'}",
-        f"attention={name}",
-        "model=nano",
-        "run=cpu",
-        "optimization.max_update=1",
-        "task.tokens_per_sample=64",
-        "dataset.batch_size=8",
-    )
-    hydra_train(monkeypatch, *overrides, *layer_options.get(name, []))
-    model, _ = load_model(str(tmp_path / "run" / "checkpoint_last.pt"))
-    layer = model.encoder.sentence_encoder.layers[0]
-    assert len(layer.units) == (1 if name == "flash" else 2)
-    if name == "tnn":
-        assert len(layer.units[0].rpe.layers) == 4
+    assert main(["evaluate", str(checkpoint), "--json", str(tmp_path / "valid.json")]) == 0
+    assert json.loads((tmp_path / "valid.json").read_text())["rows"] == 11
 
 
 @every_layer
@@ -134,9 +105,12 @@ def test_logits_depend_neither_on_padding_nor_on_the_batch(name, normalize_befor
 
 
 @every_layer
-def test_options_of_roberta_layers_are_rejected(name):
-    with pytest.raises(UserError, match="does not support feed_forward_tokens"):
-        build_model(attention=name, feed_forward_tokens=1)
+@pytest.mark.parametrize("options", [{"feed_forward_tokens": 1}, {"rotary": True}, {"softmax_layers": "0"}], ids=str)
+def test_options_of_roberta_layers_are_rejected(name, options):
+    (option,) = options
+    message = f"^{name} replaces the whole encoder layer, and does not support {option}"
+    with pytest.raises(UserError, match=message):
+        build_model(attention=name, **options)
 
 
 @pytest.mark.parametrize(("before", "now"), [("softmax", LAYERS[0]), (LAYERS[0], "softmax")])

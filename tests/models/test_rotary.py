@@ -12,7 +12,7 @@ from lln_fairseq.models.adapt import POSITIONS
 from lln_fairseq.models.multihead_attention import LLNMultiheadAttention
 from lln_fairseq.models.token_shards import Shard
 from tests.conversion.sources import add_noise, compute_logits, padded_batch
-from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, assert_resumes_exactly, train
+from tests.fairseq_runs import LLN, MASKED_LM, assert_resumes_exactly, train
 from tests.models.small_model import build_model
 from tests.ops.test_rotary import rotate_pairwise
 
@@ -96,21 +96,8 @@ def test_heads_with_an_odd_number_of_features_are_rejected():
         build_model(encoder_embed_dim=10, rotary=True)
 
 
-@pytest.mark.parametrize("name", ["flash", "tnn"])
-def test_mechanisms_that_replace_layers_are_rejected(name):
-    with pytest.raises(UserError, match=f"{name} replaces the whole encoder layer, and does not support rotary"):
-        build_model(attention=name, rotary=True)
-
-
 def test_resumed_run_continues_exactly(corpus, tmp_path, monkeypatch):
     assert_resumes_exactly(monkeypatch, tmp_path, corpus, *ROTARY)
-
-
-def test_fine_tuning_names_a_difference(corpus, task_data, tmp_path, monkeypatch, caplog):
-    train(monkeypatch, tmp_path / "log", corpus, tmp_path / "run", *ROTARY, "--max-update", 1)
-    start = ("--finetune-from-model", tmp_path / "run/checkpoint_last.pt", "--max-update", 1)
-    train(monkeypatch, tmp_path / "log", task_data, tmp_path / "task", *CLASSIFICATION, *LLN, *start)
-    assert any("was trained with rotary = True, here it is False" in message for message in caplog.messages)
 
 
 def test_conversion_keeps_the_rotation(corpus, tmp_path, monkeypatch):

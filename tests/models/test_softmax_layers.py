@@ -13,12 +13,10 @@ from lln_fairseq.attention import ATTENTION_REGISTRY
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.evaluate import compute_outputs, format_predictions, load_finetuned_model
-from lln_fairseq.inference.loading import load_model
 from lln_fairseq.training.recipes import CONFIGS
 from lln_fairseq.training.sequence_parallel import shard_multiple
 from tests.conversion.sources import add_noise, compute_logits, padded_batch
 from tests.fairseq_runs import (
-    CLASSIFICATION,
     LLN,
     MASKED_LM,
     assert_resumes_exactly,
@@ -58,11 +56,6 @@ def test_named_layers_have_softmax(attention, text, layers):
     model = build_model(attention=attention, softmax_layers=text)
     expected = ["softmax" if layer in layers else attention for layer in range(3)]
     assert attention_names(model) == expected
-
-
-def test_every_fourth_layer_has_softmax():
-    names = attention_names(build_model(attention="block_diag", encoder_layers=9, softmax_layers="every:4"))
-    assert [layer for layer, name in enumerate(names) if name == "softmax"] == [3, 7]
 
 
 def test_other_layers_keep_their_place():
@@ -109,11 +102,6 @@ def test_wrong_layer_is_rejected(text):
     assert str(error.value) == message
 
 
-def test_mechanism_that_replaces_layers_is_rejected():
-    with pytest.raises(UserError, match="flash replaces the whole encoder layer, and does not support softmax_layers"):
-        build_model(attention="flash", softmax_layers="0")
-
-
 def test_sequences_cannot_be_divided_among_workers():
     with pytest.raises(UserError, match="attention softmax cannot split a sequence across workers"):
         shard_multiple(build_model(attention="lln", softmax_layers="1"))
@@ -126,11 +114,6 @@ def test_recorded_layers_are_those_of_the_model():
     assert names == ["LLNDiagAttention", "SoftmaxAttention", "LLNDiagAttention"]
     alpha = torch.stack([layer.scalars()[4] for layer in layers])
     assert alpha.isnan().tolist() == [False, True, False]
-
-
-def test_checkpoint_is_loaded_with_its_softmax_layers(trained):
-    model, _ = load_model(str(trained / "run/checkpoint_last.pt"), str(trained))
-    assert attention_names(model) == ["lln_diag", "softmax"]
 
 
 def test_resumed_run_continues_exactly(trained, tmp_path, monkeypatch):
@@ -174,16 +157,6 @@ def test_runs_are_the_same_if_their_numbers_are(trained, tmp_path, monkeypatch):
     train_until(3, "every:2")
 
 
-def test_fine_tuning_names_a_difference(trained, task_data, tmp_path, monkeypatch, caplog):
-    start = trained / "run/checkpoint_last.pt"
-    attention = ("--lln-diag-mix", "joint_offset", "--lln-diag-block-size", 8)
-    options = (*CLASSIFICATION, *LLN, *attention, "--finetune-from-model", start, "--max-update", 1)
-    train(monkeypatch, tmp_path / "a.log", task_data, tmp_path / "a", *options, "--softmax-layers", 1)
-    assert not any("was trained with" in message for message in caplog.messages)
-    train(monkeypatch, tmp_path / "b.log", task_data, tmp_path / "b", *options)
-    assert any("was trained with softmax_layers = 1, here it is None" in message for message in caplog.messages)
-
-
 def test_conversion_keeps_softmax_layers_of_the_same_attention(trained, tmp_path, monkeypatch, capsys):
     options = (*HYBRID, "--encoder-layers", 3, "--softmax-layers", "0,2", "--max-update", 1)
     train(monkeypatch, tmp_path / "log", trained, tmp_path / "run", *options)
@@ -214,15 +187,6 @@ def test_analyze_measures_both_kinds_of_layers(trained, capsys):
     assert "-" not in first
     assert second[0] == "1"
     assert second[2:5] == ["-", "-", "-"]  # softmax has no α and β
-
-
-def test_damaged_option_of_a_checkpoint_is_rejected(trained, tmp_path):
-    state = torch.load(trained / "run/checkpoint_last.pt")
-    for value, message in (("7", "numbers from 0 to 1"), ({"a": 1}, "softmax_layers is not a plain value")):
-        state["cfg"]["model"]["softmax_layers"] = value
-        torch.save(state, tmp_path / "a.pt")
-        with pytest.raises(UserError, match=message):
-            load_model(str(tmp_path / "a.pt"), str(trained))
 
 
 def test_local_global_recipe_is_trained_fine_tuned_and_predicts_longer_texts(tmp_path, monkeypatch):
@@ -260,15 +224,3 @@ def test_local_global_recipe_is_trained_fine_tuned_and_predicts_longer_texts(tmp
     assert len(vectors[0]) > 512
     assert torch.cosine_similarity(*vectors).min() > 0.99
     assert not torch.equal(*vectors)
-
-
-def test_predictions_from_text_equal_those_of_evaluate(tmp_path, monkeypatch):
-    data = make_glue(tmp_path, "SST-2") / "SST-2"
-    options = (*CLASSIFICATION, *LLN, "--criterion", "lln_sentence_prediction", "--softmax-layers", 0)
-    train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *options, "--max-update", 1)
-    checkpoint = tmp_path / "run/checkpoint_last.pt"
-    model, task = load_finetuned_model(str(checkpoint), str(data))
-    assert attention_names(model) == ["softmax", "lln_diag"]
-    expected = format_predictions(task, compute_outputs(model, task, "valid"))
-    texts = [row[0] for row in texts_of(tmp_path, "SST-2")]
-    assert [prediction.label for prediction in lln_fairseq.load(checkpoint).predict(texts)] == expected

@@ -39,6 +39,7 @@ from tests.ops.mixes import (
     assert_float32_accuracy,
     attend,
     clear_rounding,
+    device_of,
     errors,
     holes,
     inputs,
@@ -61,10 +62,6 @@ def backend_or_skip(name, dtype=torch.float32, mix=None):
     if (name, dtype, device) == ("triton", torch.bfloat16, "cpu"):
         pytest.skip("the interpreter of Triton computes bfloat16 incorrectly")
     return name
-
-
-def device_of(backend):
-    return "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(params=sorted(MODULES))

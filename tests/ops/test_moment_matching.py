@@ -33,16 +33,6 @@ def test_matched_variance_is_within_5_percent_of_softmax(dim):
         assert abs(lln / softmax - 1) < 0.05, f"s = {s}"
 
 
-def test_backends_agree():
-    q, k, _ = random_qkv(length=70, dim=32)
-    mask = random_padding(2, 70)
-    expected = mm.match_moments(q, k, mask, backend="torch")
-    for backend in ("auto", "triton"):
-        actual = mm.match_moments(q, k, mask, backend=backend)
-        for x, y in zip(actual, expected, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-4, atol=0)
-
-
 def test_paper_constants_follow_the_papers_line():
     q, k, _ = random_qkv(length=200)
     alpha, beta = mm.match_moments(q, k, constants="paper")
@@ -91,17 +81,11 @@ def test_alpha_and_beta_are_finite_and_positive(scale):
     q, k, _ = random_qkv(length=9, scale=scale)
     mask = torch.zeros(2, 9, dtype=torch.bool)
     mask[1] = True
-    for x in mm.match_moments(q, k, mask):
-        assert x.isfinite().all()
-        assert (x > 0).all()
-        assert not x.requires_grad
-
-
-def test_tables_are_monotone():
-    for dim in HEAD_DIMS:
-        log_s, log_sigma2 = mm.calibration_table(dim)
-        assert (log_s.diff() > 0).all()
-        assert (log_sigma2.diff() > 0).all()
+    for backend in ("auto", "triton"):
+        for x in mm.match_moments(q, k, mask, backend=backend):
+            assert x.isfinite().all()
+            assert (x > 0).all()
+            assert not x.requires_grad
 
 
 def test_smaller_simulation_reproduces_shipped_table():
@@ -128,11 +112,3 @@ def test_table_of_another_head_dimension_is_simulated_once(monkeypatch):
 
     assert torch.equal(torch.stack(first), torch.stack(second))
     assert simulated == [24]
-
-
-def test_unknown_settings_are_rejected():
-    q, k, _ = random_qkv(length=3)
-    with pytest.raises(ValueError, match="choose from head, batch"):
-        mm.match_moments(q, k, scope="layer")
-    with pytest.raises(ValueError, match="choose from calibrated, paper"):
-        mm.match_moments(q, k, constants="mine")

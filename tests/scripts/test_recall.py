@@ -37,7 +37,7 @@ def test_draws_of_distinct_integers_are_permutations_of_a_full_range():
 
 
 def test_accuracy_is_split_by_the_block_of_the_query():
-    rows = recall.RecallRows(torch.zeros(2, 96), torch.tensor([[31, 63], [65, 67]]), torch.tensor([[5, 6], [7, 8]]))
+    rows = recall.RecallRows(torch.zeros(2, 128), torch.tensor([[31, 63], [97, 99]]), torch.tensor([[5, 6], [7, 8]]))
 
     class Answers(torch.nn.Module):
         """Predicts the values 5, 6, 7 and 0, of which the last one is wrong."""

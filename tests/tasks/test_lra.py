@@ -1,12 +1,10 @@
 """The Long Range Arena: its model compared with the same formula written out, and its tasks with several attentions."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from omegaconf import OmegaConf
 
 from data_prep import lra
 from lln_fairseq import load
@@ -14,46 +12,29 @@ from lln_fairseq.__main__ import main
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.errors import UserError
-from lln_fairseq.models.lln_roberta import LLNRobertaModel
 from tests.data_prep.test_lra import SOURCES
 from tests.fairseq_runs import CLASSIFICATION, LLN, USER_DIR, hydra_train, make_classification, split_options
 from tests.fairseq_runs import train as fairseq_train
+from tests.models import small_model
 from tests.tasks.test_tasks import PAD, load_batches, make_classifier
 
 ENCODER = "encoder.sentence_encoder"
+LRA = dict(
+    encoder_embed_dim=64,
+    encoder_ffn_embed_dim=128,
+    encoder_normalize_before=True,
+    pooling="mean",
+    pooler_dim=128,
+    pooler_activation_fn="relu",
+    linear_init="torch",
+    position_init="random",
+    max_positions=50,
+    attention="softmax",
+)
 
 
-class SmallDictionary:
-    def pad(self):
-        return PAD
-
-    def eos(self):
-        return 2
-
-    def __len__(self):
-        return 40
-
-
-def build_model(two_towers=False, linear_init="torch", position_init="random"):
-    config = OmegaConf.create(
-        {
-            "encoder_layers": 2,
-            "encoder_embed_dim": 64,
-            "encoder_ffn_embed_dim": 128,
-            "encoder_attention_heads": 2,
-            "encoder_normalize_before": True,
-            "pooling": "mean",
-            "pooler_dim": 128,
-            "pooler_activation_fn": "relu",
-            "linear_init": linear_init,
-            "position_init": position_init,
-            "max_positions": 50,
-            "attention": "softmax",
-            "two_towers": two_towers,
-        }
-    )
-    torch.manual_seed(0)
-    model = LLNRobertaModel.build_model(config, SimpleNamespace(source_dictionary=SmallDictionary()))
+def build_model(**options):
+    model = small_model.build_model(**LRA | options)
     model.register_classification_head("head", num_classes=3)
     return model.eval()
 

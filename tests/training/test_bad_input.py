@@ -194,14 +194,6 @@ def test_error_of_the_system_keeps_its_class():
         raise ConnectionError("not the user's fault")
 
 
-def test_input_error_under_hydra_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(GlobalHydra.instance(), "is_initialized", lambda: True)
-    with pytest.raises(SystemExit) as exit_info, exit_with_one_line():
-        raise UserError("this and that")
-    assert exit_info.value.code == 1
-    assert capsys.readouterr().err == "error: this and that\n"
-
-
 def test_hydra_full_error_keeps_the_exception(monkeypatch):
     monkeypatch.setattr(GlobalHydra.instance(), "is_initialized", lambda: True)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
@@ -308,11 +300,6 @@ def test_best_checkpoint_must_not_be_the_worst(metric, maximize):
 def test_metric_that_is_not_logged_is_rejected(metric, classes, regression, message):
     with pytest.raises(UserError, match=f"must be one of {message}"):
         check_metric(metric, maximize=True, classes=classes, regression=regression)
-
-
-@pytest.mark.parametrize(("metric", "regression"), [("f1", False), ("mcc", False), ("pearson_spearman", True)])
-def test_metric_that_is_logged_is_accepted(metric, regression):
-    check_metric(metric, maximize=True, regression=regression)
 
 
 def check_intervals(updates, epochs, patience=3):

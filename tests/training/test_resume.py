@@ -5,8 +5,6 @@ import shutil
 
 import pytest
 import torch
-from fairseq.data import ListDataset
-from fairseq.data.iterators import EpochBatchIterator
 from omegaconf import OmegaConf
 
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
@@ -227,25 +225,3 @@ def test_batch_offset_with_other_workers(done, saved_workers, workers, expected)
 def test_batch_offset_rejects_indivisible_batches():
     with pytest.raises(UserError, match=r"with 1 workers, .* divided among 8 workers: keep their number until"):
         batch_offset("a.pt", configuration(1), 10, OmegaConf.create(configuration(8)))
-
-
-def processed_batches(workers, done, total=24):
-    """Return the batches of an epoch that no worker sees if each of them skips the first `done` of its batches."""
-    dataset = ListDataset(range(total))
-    batches = [[row] for row in range(total)]
-    remaining = set()
-    for worker in range(workers):
-        iterator = EpochBatchIterator(
-            dataset, list, batches, seed=5, epoch=2, num_shards=workers, shard_id=worker, persistent_workers=False
-        )
-        iterator.load_state_dict({"epoch": 2, "iterations_in_epoch": done, "shuffle": True, "version": 2})
-        remaining.update(batch[0] for batch in iterator.next_epoch_itr())
-    return set(range(total)) - remaining
-
-
-def test_same_total_offset_means_same_batches():
-    assert processed_batches(8, done=2) == processed_batches(2, done=8) == processed_batches(1, done=16)
-
-
-def test_stock_fairseq_offset_means_other_batches():
-    assert processed_batches(8, done=2) != processed_batches(2, done=2)

@@ -155,10 +155,10 @@ def test_impossible_settings_are_rejected(wrong_options, message, corpus, tmp_pa
         train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, *wrong_options)
 
 
-def batch_configuration(global_batch, batch_size, update_freq, workers):
+def batch_configuration(global_batch, batch_size, update_freq, workers, group_size=1):
     return OmegaConf.create(
         {
-            "task": {"global_batch": global_batch},
+            "task": {"global_batch": global_batch, "sequence_parallel_size": group_size},
             "dataset": {"batch_size": batch_size},
             "optimization": {"update_freq": [update_freq]},
             "distributed_training": {"distributed_world_size": workers},
@@ -167,17 +167,20 @@ def batch_configuration(global_batch, batch_size, update_freq, workers):
 
 
 @pytest.mark.parametrize(
-    ("global_batch", "batch_size", "update_freq", "workers", "expected"),
+    ("global_batch", "batch_size", "update_freq", "workers", "group_size", "expected"),
     [
-        (256, 16, 1, 1, (16, [16])),
-        (256, 16, 1, 8, (16, [2])),
-        (32, 32, 1, 8, (4, [1])),
-        (32, 8, 4, 1, (8, [4])),
-        (None, 8, 3, 5, (8, [3])),
+        (256, 16, 1, 1, 1, (16, [16])),
+        (256, 16, 1, 8, 1, (16, [2])),
+        (32, 32, 1, 8, 1, (4, [1])),
+        (32, 8, 4, 1, 1, (8, [4])),
+        (None, 8, 3, 5, 1, (8, [3])),
+        (32, 4, 1, 4, 2, (4, [4])),
+        (4, 4, 1, 4, 2, (2, [1])),
+        (6, 4, 1, 4, 2, (3, [1])),
     ],
 )
-def test_global_batch_is_split_over_devices(global_batch, batch_size, update_freq, workers, expected):
-    cfg = batch_configuration(global_batch, batch_size, update_freq, workers)
+def test_global_batch_is_split_over_devices(global_batch, batch_size, update_freq, workers, group_size, expected):
+    cfg = batch_configuration(global_batch, batch_size, update_freq, workers, group_size)
     split_global_batch(cfg)
     assert (cfg.dataset.batch_size, list(cfg.optimization.update_freq)) == expected
 
@@ -254,6 +257,8 @@ def test_finetuning_rejects_another_dictionary(symbols, started_run, tmp_path, m
         (("--lln-diag-block-size", 8), "lln_diag_block_size = 16, here it is 8"),
         (("--lln-diag-block-size", 16), None),  # the head dimension, which is the default
         ((), None),
+        (("--softmax-layers", 1), "softmax_layers = None, here it is 1"),
+        (("--rotary",), "rotary = False, here it is True"),
     ],
 )
 def test_finetuning_warns_of_another_attention(attention_options, warning, started_run, tmp_path, monkeypatch, caplog):

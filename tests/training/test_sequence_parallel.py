@@ -3,30 +3,19 @@
 The same four processes run several trainings, one after the other, because starting processes takes most of the time.
 """
 
-import os
 import re
-import subprocess
-import sys
 import time
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from fairseq.data import Dictionary
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.logging import metrics
 from fairseq.logging.progress_bar import _tensorboard_writers
-from fairseq.options import get_training_parser, parse_args_and_arch
-from omegaconf import OmegaConf
 
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference import evaluate
-from lln_fairseq.models import LLNRobertaModel
 from lln_fairseq.models.token_shards import shard_bounds
 from lln_fairseq.training.sequence_parallel import SequenceParallelism, shard_multiple
-from lln_fairseq.training.settings import split_global_batch
 from tests.fairseq_runs import (
     CLASSIFICATION,
     MASKED_LM,
@@ -37,12 +26,11 @@ from tests.fairseq_runs import (
     split_options,
     train,
 )
-from tests.workers import free_port, run_workers
+from tests.models.small_model import build_model
+from tests.workers import DISTRIBUTED, free_port, run_workers, start_training
 
-ROOT = Path(__file__).parents[2]
 WORKERS = 4
 SMALL_MODEL = split_options("--arch lln_roberta_tiny --dropout 0 --attention-dropout 0 --batch-size 4")
-DISTRIBUTED = split_options("--distributed-no-spawn --distributed-backend gloo --ddp-backend legacy_ddp")
 LEARNED = split_options("--rotary --lln-diag-gain learned --sample-break-mode eos --clip-norm 0.5")
 SCORED = split_options("--criterion lln_sentence_prediction --probe-interval 2")
 SCORES = {"valid_loss", "valid_accuracy", "valid_f1", "valid_mcc"}
@@ -226,30 +214,20 @@ def test_dropout_differs_between_workers_and_batches(monkeypatch):
     assert numbers[0] == torch.rand(2, 2).tolist()  # the first worker draws the same as without groups
 
 
-def build_model(*model_options):
-    arguments = [ROOT, "--arch", "lln_roberta_tiny", *model_options, *MASKED_LM, *TRAINING]
-    args = parse_args_and_arch(get_training_parser(), [str(argument) for argument in arguments])
-    task = SimpleNamespace(source_dictionary=Dictionary(), max_positions=lambda: 64)
-    return LLNRobertaModel.build_model(convert_namespace_to_omegaconf(args).model, task)
-
-
 @pytest.mark.parametrize(
-    ("model_options", "message"),
+    ("options", "message"),
     [
-        (("--attention", "softmax"), "attention softmax cannot split a sequence across workers"),
-        (("--attention", "window"), "attention window .*cannot split a sequence across workers"),
-        (("--attention", "performer"), "attention performer with .* cannot split a sequence across workers"),
-        (
-            ("--lln-diag-mix", "joint_offset"),
-            "lln_diag with .*mix=joint_offset.* cannot split a sequence across workers",
-        ),
-        (("--encoder-layerdrop", 0.2), "does not work with --encoder-layerdrop"),
-        (("--pair-form", "bert"), "does not work with --pair-form bert"),
+        ({"attention": "softmax"}, "attention softmax cannot split a sequence across workers"),
+        ({"attention": "window"}, "attention window .*cannot split a sequence across workers"),
+        ({"attention": "performer"}, "attention performer with .* cannot split a sequence across workers"),
+        ({"lln_diag_mix": "joint_offset"}, "lln_diag with .*mix=joint_offset.* cannot split a sequence across workers"),
+        ({"encoder_layerdrop": 0.2}, "does not work with --encoder-layerdrop"),
+        ({"pair_form": "bert"}, "does not work with --pair-form bert"),
     ],
 )
-def test_unsupported_model_is_rejected_by_name(model_options, message):
+def test_unsupported_model_is_rejected_by_name(options, message):
     with pytest.raises(UserError, match=message) as error:
-        shard_multiple(build_model(*model_options))
+        shard_multiple(build_model(**options))
     assert "\n" not in str(error.value)
 
 
@@ -268,43 +246,14 @@ def test_group_size_must_divide_number_of_workers(size, directory, monkeypatch):
         )
 
 
-@pytest.mark.parametrize(
-    ("global_batch", "device_batch", "expected_batch", "update_freq"), [(32, 4, 4, 4), (4, 4, 2, 1), (6, 4, 3, 1)]
-)
-def test_global_batch_is_split_over_groups(global_batch, device_batch, expected_batch, update_freq):
-    cfg = OmegaConf.create(
-        {
-            "task": {"global_batch": global_batch, "sequence_parallel_size": 2},
-            "dataset": {"batch_size": device_batch},
-            "distributed_training": {"distributed_world_size": 4},
-            "optimization": {"update_freq": [1]},
-        }
-    )
-    split_global_batch(cfg)
-    assert cfg.dataset.batch_size == expected_batch
-    assert cfg.optimization.update_freq == [update_freq]
-
-
 @pytest.mark.exhaustive
 def test_killed_worker_ends_the_other_in_one_line(directory):
-    program = "import lln_fairseq; lln_fairseq.register(); from fairseq_cli.train import cli_main; cli_main()"
     data, _, *run_options = run_arguments("masked", directory, update_freq=1)
     endless = ("--max-update", 10**6, "--disable-validation", "--no-save", "--save-dir", directory / "killed")
     address = ("--distributed-init-method", f"tcp://127.0.0.1:{free_port()}")
     group = (*DISTRIBUTED, *address, "--distributed-world-size", 2, "--sequence-parallel-size", 2)
-    command = [sys.executable, "-c", program, data, *TRAINING, *run_options, *endless, *group, "--distributed-rank"]
-    workers = []
-    for rank in (0, 1):
-        workers.append(
-            subprocess.Popen(
-                [*map(str, command), str(rank)],
-                cwd=ROOT,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
+    options = (*TRAINING, *run_options, *endless, *group)
+    workers = [start_training(data, *options, "--distributed-rank", rank) for rank in (0, 1)]
     try:
         for line in workers[0].stdout:
             if "train_inner" in line:

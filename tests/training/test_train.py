@@ -42,10 +42,3 @@ def test_missing_or_unknown_recipe_is_an_error_of_one_line(arguments, message):
 
 def test_hydra_help_needs_no_recipe():
     with_recipe(["--hydra-help"])
-
-
-def test_help_prints_usage_and_exits(capsys):
-    with pytest.raises(SystemExit) as exit_info:
-        with_recipe(["--help"])
-    assert not exit_info.value.code
-    assert "lln-fairseq train --config-name pretrain" in capsys.readouterr().out

@@ -1,36 +1,20 @@
 """Two workers on one machine log the same metrics and scalars as one worker, and their run resumes."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from fairseq.logging.progress_bar import _tensorboard_writers
 
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from tests.fairseq_runs import CLASSIFICATION, LLN, TRAINING, make_classification, read_log, split_options, train
-from tests.workers import free_port
+from tests.workers import DISTRIBUTED, free_port, start_training
 
-ROOT = Path(__file__).parents[2]
-FAIRSEQ_TRAIN = "import lln_fairseq; lln_fairseq.register(); from fairseq_cli.train import cli_main; cli_main()"
 SCORED = split_options("--criterion lln_sentence_prediction --dropout 0 --attention-dropout 0 --probe-interval 3")
 OPTIONS = (*TRAINING, *CLASSIFICATION, *LLN, *SCORED)
-DISTRIBUTED = split_options("--distributed-no-spawn --distributed-backend gloo --ddp-backend legacy_ddp")
 
 
 def start_worker(data, save_dir, *worker_options):
-    tensorboard = ("--tensorboard-logdir", save_dir / "tb")
-    command = [sys.executable, "-c", FAIRSEQ_TRAIN, data, *OPTIONS, "--save-dir", save_dir, *tensorboard]
-    return subprocess.Popen(
-        [str(argument) for argument in (*command, *worker_options)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    folders = ("--save-dir", save_dir, "--tensorboard-logdir", save_dir / "tb")
+    return start_training(data, *OPTIONS, *folders, *worker_options)
 
 
 def train_with_two_workers(data, save_dir, *extra_options):

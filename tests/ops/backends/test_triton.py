@@ -22,7 +22,6 @@ from lln_fairseq.ops.backends.triton import launch, plan
 from lln_fairseq.ops.backends.triton.launch import Settings
 from lln_fairseq.ops.formula import AVERAGE, DIAG, JOINT, LLN, Inputs, Spec
 from lln_fairseq.ops.lln import lln_diag_attention
-from lln_fairseq.ops.operator import compiled_attention
 from tests import helpers
 from tests.ops.mixes import (
     GLOBAL,
@@ -204,27 +203,6 @@ def test_a_planned_kernel_always_gets_the_same_kind_of_arguments(mix, monkeypatc
     assert len(kinds) > 8
 
 
-def test_block_diag_gradients_have_the_dropout_of_the_output():
-    """The output is linear in v, so that <grad, out> = <v, dv>."""
-    tensors = inputs("lln", length=100, device=DEVICE)[:3]
-    grad = torch.randn(tensors[0].shape, device=DEVICE)
-
-    out, *_, dv = output_and_gradients(block_diag("triton", dropout=0.3), tensors, grad=grad)
-
-    assert not torch.equal(out, block_diag("triton")(*tensors))
-    torch.testing.assert_close((grad * out).sum(), (tensors[2] * dv).sum(), rtol=1e-4, atol=1e-4)
-
-
-def test_block_diag_is_an_operator_of_torch():
-    """torch.compile calls the operator, whose saved tensors and α and β are empty here."""
-    tensors = inputs("lln", length=100, device=DEVICE)[:3]
-    spec = Spec(DIAG, 48)
-
-    results = output_and_gradients(lambda q, k, v: compiled_attention(spec, Inputs(q, k, v), "triton"), tensors)
-
-    assert all(map(torch.equal, results, output_and_gradients(block_diag("triton"), tensors)))
-
-
 def shifted(x):
     """Return a copy of x whose address is not a multiple of 16, with the same strides."""
     memory = x.new_empty(x.numel() + 1)
@@ -366,15 +344,6 @@ def test_moment_matching(request, scale, splits):
         torch.testing.assert_close(actual.cpu().double(), expected, rtol=2e-5, atol=0)
     for actual, expected in zip(without_padding, expected_alpha_beta(q, k, None), strict=True):
         torch.testing.assert_close(actual.cpu().double(), expected, rtol=2e-5, atol=0)
-
-
-def test_moment_matching_is_finite_without_variance_and_without_tokens():
-    q = torch.ones(2, 2, 40, 32, device=DEVICE)
-    mask = torch.zeros(2, 40, dtype=torch.bool, device=DEVICE)
-    mask[1] = True
-
-    for x in triton.match_moments(q, q, mask, table_on_device()):
-        assert x.isfinite().all()
 
 
 def test_unsupported_tensors_are_rejected_with_a_reason():
