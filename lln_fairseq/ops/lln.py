@@ -42,7 +42,7 @@ from lln_fairseq.ops.formula import (
     query_features,
     sum_keys,
 )
-from lln_fairseq.ops.moment_matching import backend_can_match, check_moment_options, match_moments_pytorch
+from lln_fairseq.ops.moment_matching import check_moment_options, match_moments_pytorch
 
 MIXES = ("average", "joint_offset")  # formulas that combine LLN and block-diagonal softmax
 
@@ -219,7 +219,8 @@ def _match_and_attend(
             raise ValueError("attention over several workers cannot be traced, compiled or transformed")
         if backend == FORMULA:
             backend = "torch"  # a worker without tokens takes part too, because the others wait for its sums
-    if alpha is None and not backend_can_match(backend, scope, constants, exchange):
+    backend_matches = backend != FORMULA and scope == "head" and constants == "calibrated" and exchange is None
+    if alpha is None and not backend_matches:
         matched_alpha, matched_beta = match_moments_pytorch(q, k, tensors.padding, scope, constants, exchange=exchange)
         tensors = tensors._replace(alpha=matched_alpha, beta=matched_beta)
     return attend(spec, tensors, backend, exchange)

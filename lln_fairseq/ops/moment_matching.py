@@ -76,15 +76,10 @@ def match_moments(
     check_inputs(q, k, k, key_padding_mask)
     backend = choose_backend(backend, Spec(LLN), Inputs(q, k, k, padding=key_padding_mask))
     exchange = create_exchange(group, q)
-    if not backend_can_match(backend, scope, constants, exchange):
+    if scope != "head" or constants != "calibrated" or exchange is not None or backend == FORMULA:
         return match_moments_pytorch(q, k, key_padding_mask, scope, constants, exchange=exchange)
     table = calibration_table(q.shape[-1], q.device)
     return load_backend(backend).match_moments(q.detach(), k.detach(), key_padding_mask, table)
-
-
-def backend_can_match(backend: str, scope: str, constants: str, exchange: Exchange | None) -> bool:
-    """Return True if the backend computes α and β itself, given a result of `choose_backend` and the options."""
-    return backend != FORMULA and scope == "head" and constants == "calibrated" and exchange is None
 
 
 def check_moment_options(scope: str, constants: str) -> None:
