@@ -13,7 +13,7 @@ from lln_fairseq.analysis.events import Curve, read_curves
 from lln_fairseq.attention import LAYER_REGISTRY
 from lln_fairseq.attention.registry import parse_attention_spec
 from scripts.research.programs import TRAIN, Programs, choose_precision, locked, precision_overrides, write_result
-from scripts.research.units import PRETRAINING, TWO_SEEDS, Unit
+from scripts.research.units import PRETRAINING, TO_THE_END, Unit
 from scripts.training import attention_overrides, run_override
 
 UPDATES = 5000
@@ -65,8 +65,8 @@ def run_pretraining(unit: Unit, work: Path, results: Path, text: str | None, upd
 
 
 def last_update(unit: Unit, updates: int) -> int:
-    """Return the last update of a unit: `updates` for the first seed of TWO_SEEDS, an early one for all others."""
-    if unit.attention in TWO_SEEDS and unit.seed == 1:
+    """Return the last update of a unit: `updates` for the first seed of TO_THE_END, an early one for all others."""
+    if unit.attention in TO_THE_END and unit.seed == 1:
         return updates
     return max(1, updates // EARLY)
 
@@ -97,6 +97,8 @@ def training_arguments(unit: Unit, data: Path, directory: Path, updates: int) ->
         arguments.append("model.rotary=false")
     else:
         arguments.append(f"task.probe_interval={interval}")
+    if unit.softmax_layers:
+        arguments.append(f"model.softmax_layers='{unit.softmax_layers}'")
     return arguments
 
 

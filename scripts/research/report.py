@@ -52,7 +52,12 @@ LABELS = {
 FLOOR_LABEL = "TF-IDF and logistic regression"
 CONTROL_LABEL = "blocks only, first text global"  # the part "Diag only" of joint_offset_global
 CONTROL_SPEC = "block_diag:block_size=32,global_tokens=first_segment"
-LABELS_OF_FINE_TUNED = {**LABELS, SOFTMAX: "softmax", "block_diag_global": CONTROL_LABEL}
+LABELS_OF_FINE_TUNED = {
+    **LABELS,
+    SOFTMAX: "softmax",
+    "block_diag_global": CONTROL_LABEL,
+    "window_global": "window of 48, first text global",
+}
 CONVERSION_TIMES = Path("times/conversion.json")  # written by scripts.benchmarks.prediction, as the next one
 FINE_TUNING_TIMES = Path("times/fine_tuning.json")
 PRESET = "minilm"

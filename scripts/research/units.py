@@ -88,11 +88,12 @@ WITH_LONG_BLOCKS = ("block_diag_global_128", "joint_offset_global_128")  # for l
 FINE_TUNED = {
     SOFTMAX: SOFTMAX,
     "block_diag_global": f"block_diag:{LONG_BLOCKS}",
+    "window_global": "window:block_size=48,global_tokens=first_segment",
     "joint_offset_global": f"lln_diag:mix=joint_offset,gain=learned,{LONG_BLOCKS}",
     "lln_diag": "lln_diag:mix=average,gain=none,block_size=128",
 }
 WITHOUT_GLOBAL = ("block_diag", "joint_offset", "window", "window_softmax")  # for qqp4, whose two texts are long
-SOFTMAX_LAYERS = {"window_softmax": "2,5"}  # the layers of six that compute softmax instead
+SOFTMAX_LAYERS = {"window_softmax": "2,5", "window_softmax_last": "3"}  # the layers that compute softmax instead
 NOT_CONVERTIBLE = ("flash", "tnn")  # they replace whole layers; their results say so in the words of linearize
 THREE_SEEDS = (SOFTMAX, "elu", "lln_diag", "joint_offset_global", "joint_offset")
 PRETRAINED = {
@@ -106,8 +107,11 @@ PRETRAINED = {
     "reformer": "reformer",
     "flash": "flash",
     "tnn": "tnn",
+    "window": "window:block_size=32",
+    "window_softmax_last": "window:block_size=32",
 }
-TWO_SEEDS = (SOFTMAX, "lln_diag")  # their first seed is trained to the end of the schedule
+TWO_SEEDS = (SOFTMAX, "lln_diag")
+TO_THE_END = (*TWO_SEEDS, "window", "window_softmax_last")  # their first seed is trained to the end of the schedule
 TF_IDF = "tf_idf"
 SPECS = {
     CONVERSION: CONVERTED,

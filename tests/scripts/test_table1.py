@@ -372,10 +372,12 @@ def test_report_of_pretrainings_that_end_early(tmp_path):
     assert "| tnn | 9.20 | 8.40 |  |" in lines
 
 
-def test_only_first_seeds_of_softmax_and_lln_diag_are_pretrained_to_the_end():
+def test_only_some_first_seeds_are_pretrained_to_the_end():
     pretrainings = [unit for unit in units.all_units() if unit.kind == units.PRETRAINING]
     whole = [unit.name for unit in pretrainings if pretraining.last_update(unit, 5000) == 5000]
-    assert whole == ["softmax_seed1", "lln_diag_seed1"]
+    assert whole == ["softmax_seed1", "lln_diag_seed1", "window_seed1", "window_softmax_last_seed1"]
+    arguments = pretraining.training_arguments(pretrainings[-3], Path("data"), Path("out"), 5000)
+    assert "model.softmax_layers='3'" in arguments
     arguments = pretraining.training_arguments(pretrainings[-1], Path("data"), Path("out"), 5000)
     assert {"optimization.max_update=1000", "lr_scheduler.total_num_update=5000"} <= set(arguments)
     assert {"lr_scheduler.warmup_updates=100", "dataset.validate_interval_updates=500"} <= set(arguments)
@@ -412,7 +414,7 @@ def test_report_of_one_long_conversion_and_two_schedules(tmp_path):
 
 
 def test_every_converted_attention_has_a_label():
-    assert {"softmax", *LABELS, *units.WITH_LONG_BLOCKS, *units.SOFTMAX_LAYERS} == set(units.CONVERTED)
+    assert {"softmax", *LABELS, *units.WITH_LONG_BLOCKS, "window_softmax"} == set(units.CONVERTED)
 
 
 def test_report_without_results_says_what_to_run(tmp_path):
