@@ -230,8 +230,8 @@ def write_wikitext(
 ) -> dict[str, dict[str, int]]:
     """Write the tokenizer, the data sets and dict.txt, in this order, and return the counts of each data set by split.
 
-    `line_counts` has the number of lines of each split. dict.txt has the symbol counts of the train text if
-    `count_symbols` is True, otherwise those of the vocabulary's dictionary.
+    `line_counts` has the number of lines of each split to write, and a wrong one raises UserError. dict.txt has the
+    symbol counts of the train text if `count_symbols` is True, otherwise those of the vocabulary's dictionary.
     """
     for name, content in vocabulary.tokenizer.files.items():
         write_bytes(out / name, content)

@@ -56,7 +56,8 @@ class AttentionProbe:
     def _build_probe(self, model: nn.Module, datasets: Mapping[str, Any]) -> Any:
         """Choose the fixed batch, and return the probe that measures it.
 
-        The batch comes from the first loaded split other than "train", or from "train" if no other split is loaded.
+        Its samples are spread evenly over the first loaded split other than "train", or over "train" if there is no
+        other.
         """
         from torch.utils.tensorboard import SummaryWriter
 

@@ -51,7 +51,7 @@ class Overrides:
 
     Attributes:
         corpus: the value of corpus=.
-        tasks: the values of glue=, which are none for "none".
+        tasks: the values of glue=, empty for glue=none.
         pretrain: overrides of all pre-training runs.
         finetune: overrides of all fine-tuning runs.
     """
@@ -106,7 +106,7 @@ class Overrides:
 
 
 def run_directory(out: Path, attention: str, seed: int) -> Path:
-    """Return OUT/ATTENTION/seedN, with "-" instead of characters that Hydra or a shell could interpret."""
+    """Return OUT/ATTENTION/seedN, with one "-" for adjacent characters that are no letters, digits or "_"."""
     return out / re.sub(r"\W+", "-", attention) / f"seed{seed}"
 
 
@@ -115,8 +115,8 @@ def run_attention(
 ) -> None:
     """Pre-train an attention with one seed, then fine-tune and evaluate it on every task.
 
-    `recipes` are the composed recipes of "pretrain" and of each task. Finished steps are skipped. The logs are in logs/
-    of the `run_directory`.
+    `recipes` are the composed recipes of "pretrain" and of each task, for their numbers of updates and their data.
+    Every training is started; a finished one ends at once. The logs are in logs/ of the `run_directory`.
     """
     directory = run_directory(args.out, attention, seed)
 
@@ -213,8 +213,8 @@ def read_results(
     """Read the results of a comparison, one entry for each attention, from the directories of `run_directory`.
 
     The losses are read from tensorboard/, and the scores from glue/TASK/SPLIT.json, whose column is "TASK SPLIT". What
-    is missing is left out. `metrics` has the metric of each task. "pearson_spearman", fairseq's name for the mean of
-    both, is that mean.
+    is missing is left out. `metrics` has the metric of each task. "pearson_spearman" is not in the files: it is the
+    mean of both.
     """
     results = []
     for attention in attentions:
@@ -239,7 +239,7 @@ def read_results(
 
 
 def comparison_table(results: Sequence[AttentionResults], seeds: Sequence[int]) -> str:
-    """Return a table with a row per attention, followed by a line that explains it.
+    """Return a table with a row per attention and one of the majority class, and a line that explains it.
 
     The first attention is the baseline. The last column is the number of seeds that have all results.
     """
@@ -274,7 +274,7 @@ def comparison_table(results: Sequence[AttentionResults], seeds: Sequence[int]) 
 
 
 def list_runs(results: Sequence[AttentionResults]) -> list[dict[str, Any]]:
-    """Return the losses at `updates` in bits, and the scores in percent, of every run that was validated."""
+    """Return an entry per validated run: "bits", the validation losses at its "updates", and "scores" in percent."""
     runs = []
     for result in results:
         for seed, curve in result.valid.items():
@@ -314,7 +314,7 @@ def _plot_curves(axes: plt.Axes, curves: dict[int, Curve], style: str, color: st
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line. `attentions` becomes a list, and `overrides` the list of the Hydra overrides."""
+    """Parse the command line. `overrides` becomes the list of all Hydra overrides, also of those after --seeds."""
     parser = program_parser("scripts/compare_attentions.sh", __doc__)
     parser.add_argument(
         "--attentions",

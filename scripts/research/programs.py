@@ -31,11 +31,11 @@ class ProgramFailed(UserError):
 
 
 class Programs:
-    """Runs the programs of a unit. A killed unit goes on where it was.
+    """Runs the programs of a unit (see units.py). A unit that was killed and is started again goes on where it was.
 
     Args:
         directory: the unit's directory in --work, which is created. It gets logs/.
-        places: the names that stand for paths in `commands`, by path; None for a path that is not given.
+        places: the name that replaces a path in `commands`, by path. The path may be None, which replaces nothing.
     """
 
     def __init__(self, directory: Path, places: Mapping[Any, str]) -> None:
@@ -57,7 +57,8 @@ class Programs:
         words = [str(argument) for argument in arguments]
         self.commands[step] = " ".join(words)
         for path, name in self.places.items():
-            self.commands[step] = self.commands[step].replace(str(path), name)
+            if path is not None:
+                self.commands[step] = self.commands[step].replace(str(path), name)
         if output is not None and output.exists():
             return
         log = self.directory / "logs" / f"{step.replace(' ', '_')}.log"
@@ -72,7 +73,7 @@ class Programs:
 
 @contextmanager
 def locked(file: Path, wait: bool = True) -> Iterator[bool]:
-    """Hold the lock of a file in the `with` block. Yield False if another process holds it and `wait` is False."""
+    """Lock an empty file in the `with` block. Yield False if another process holds the lock and `wait` is False."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w") as stream:
         is_ours = lock_file(stream.fileno())
@@ -83,7 +84,7 @@ def locked(file: Path, wait: bool = True) -> Iterator[bool]:
 
 
 def processor() -> dict[str, Any]:
-    """Return the name of the processor, those of its instructions that decide the speed of products, and the GPU."""
+    """Return the processor's name and instructions for fast products, the number of threads, and the GPU if any."""
     text = Path("/proc/cpuinfo").read_text()
     name = platform.processor()
     flags: list[str] = []
@@ -100,7 +101,7 @@ def processor() -> dict[str, Any]:
 
 
 def choose_precision() -> str:
-    """Return "bfloat16" if the GPU, or else the CPU, has instructions for it, and "float32" if not. Does not time."""
+    """Return "bfloat16" if the GPU has instructions for it, or the CPU if there is no GPU; otherwise "float32"."""
     if torch.cuda.is_available():
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     instructions = processor()["instructions"]
@@ -112,7 +113,7 @@ def choose_precision() -> str:
 def precision_overrides() -> list[str]:
     """Return the Hydra overrides with which a training computes in `choose_precision()`.
 
-    On a GPU, the weights stay in float32, and autocast converts them. On a CPU, that takes too long.
+    On a GPU, autocast converts the float32 weights. On a CPU, that takes too long, so the weights are bfloat16, too.
     """
     option = "task.autocast" if torch.cuda.is_available() else "common.bf16"
     return ["common.fp16=false", f"{option}={str(choose_precision() == 'bfloat16').lower()}"]

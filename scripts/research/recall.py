@@ -16,9 +16,9 @@ short convolution.
 Training ends when --target percent of the answers on held-out rows are correct, or after --epochs. For every attention,
 the tables show the learning rate with the highest mean accuracy over the seeds after the last epoch, on the same
 held-out rows, and the lowest and highest accuracy of a seed. A pair and its query are in the same block if their tokens
-are among the same 32 tokens of the row, counted from its start; "beyond" means that the query is more than two blocks
-behind, where two layers with a window of one block on each side cannot reach it. Finished runs in OUT are skipped, so
-you can run an interrupted command again.
+are among the same 32 tokens of the row, counted from its start. "Other block" means all other queries, and "beyond"
+those that are more than two blocks behind, where two layers with a window of one block on each side cannot reach them.
+Finished runs in OUT are skipped, so you can run an interrupted command again.
 """
 
 import argparse
@@ -86,7 +86,7 @@ class RecallSettings:
 
     @property
     def name(self) -> str:
-        """The settings that the runs of one command differ in, as one line."""
+        """The attention and the settings that can have several values in one command. It names the result file, too."""
         return f"{self.length}x{self.pairs}, width {self.width}, {self.attention}, lr {self.lr:g}, seed {self.seed}"
 
 
