@@ -183,11 +183,14 @@ def load_heads(spec: Spec, inputs: Inputs, group: slice = slice(None)) -> Heads:
         if isinstance(length, int):
             size = max(1, min(size, length))
     blocks = (length + size - 1) // size  # not -(-N // size), which ONNX divides otherwise
+    neighbors = spec.neighbors
+    if isinstance(blocks, int):
+        neighbors = min(neighbors, max(blocks - 1, 0))  # the blocks that there are, besides the own one
     missing = blocks * size - length
     is_ragged = not isinstance(missing, int) or missing > 0
     q, k, v = (x.flatten(0, 1)[group].to(dtype).contiguous() for x in inputs[:3])
     padding = None
-    if inputs.padding is not None or is_ragged or spec.neighbors:
+    if inputs.padding is not None or is_ragged or neighbors:
         padding = F.pad(explicit_mask(inputs.padding, inputs.q), (0, missing), value=True)
         padding = _repeat_for_heads(padding, heads)[group, :, None]
     if is_ragged:
@@ -213,7 +216,7 @@ def load_heads(spec: Spec, inputs: Inputs, group: slice = slice(None)) -> Heads:
         padding=padding,
         blocks=blocks,
         block_size=size,
-        neighbors=spec.neighbors,
+        neighbors=neighbors,
         global_padding=global_padding,
     )
 

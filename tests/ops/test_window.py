@@ -199,6 +199,8 @@ def test_more_neighbors_than_blocks_cost_nothing():
     q, k, v = inputs("lln", 2, 2, 100, 32)[:3]
     out = block_diag_attention(q, k, v, block_size=32, neighbors=10**6)
     assert torch.equal(out, block_diag_attention(q, k, v, block_size=32, neighbors=3))
+    formula = hybrid_formula(Spec(DIAG, 32, neighbors=10**6), Inputs(q, k, v))  # as in exported models
+    torch.testing.assert_close(formula, out)
 
 
 def test_negative_number_of_neighbors_is_rejected():
