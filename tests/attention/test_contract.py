@@ -178,13 +178,19 @@ def test_dropout_only_acts_in_training_and_follows_the_seed(variant):
     attention = build(variant, dropout=0.5)
     without_dropout = build(variant)
     q, k, v = random_qkv(length=64)
-    assert torch.equal(attention(q, k, v), without_dropout(q, k, v))
+    expected = without_dropout(q, k, v)
+    assert torch.equal(attention(q, k, v), expected)
 
     attention.train()
     torch.manual_seed(1)
     first = attention(q, k, v)
+    second = attention(q, k, v)
     torch.manual_seed(1)
     assert torch.equal(attention(q, k, v), first)
+    has_no_effect = torch.equal(first, expected)  # without softmax, there are no weights to drop
+    assert torch.equal(second, first) == has_no_effect
+    if VARIANTS[variant][0] in ("softmax", "block_diag", "window", "lln_diag"):
+        assert not has_no_effect
 
 
 BAD_ARGUMENTS = [

@@ -84,6 +84,10 @@ BAD_DIRECTORIES = {
         lambda config, tensors, folder: tensors.update({DENSE_BIAS: torch.zeros(7)}),
         r"encoder.layer.1.intermediate.dense.bias must have the shape \(48,\) according to config.json",
     ),
+    "integers": (
+        lambda config, tensors, folder: tensors.update({DENSE_BIAS: tensors[DENSE_BIAS].to(torch.uint8)}),
+        "encoder.layer.1.intermediate.dense.bias is of dtype uint8",
+    ),
     "NaN": (
         lambda config, tensors, folder: tensors[DENSE_BIAS].fill_(torch.nan),
         "layer.1.intermediate.dense.bias has NaN or infinite",

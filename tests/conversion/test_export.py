@@ -609,7 +609,8 @@ with new_directory(Path({str(out)!r})) as folder:
     assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == ["out", "out/new"]
 
 
-def test_second_program_is_refused_while_the_first_one_runs(tmp_path):
+def test_second_program_leaves_a_finished_directory_alone(tmp_path, monkeypatch):
+    """The second program starts at the worst moment: just before the first one renames its directory."""
     out = tmp_path / "out"
     code = f"""
 from pathlib import Path
@@ -617,13 +618,20 @@ from lln_fairseq.conversion.directory import new_directory
 with new_directory(Path({str(out)!r})):
     pass
 """
+    rename = Path.rename
+    results = []
+
+    def start_second_program(path, target):
+        command = [sys.executable, "-c", code]
+        results.append(subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", start_second_program)
 
     with new_directory(out) as folder:
         (folder / "new").touch()
-        command = [sys.executable, "-c", code]
-        second = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
 
-    assert "belongs to a conversion that is running" in second.stderr
+    assert "belongs to a conversion that is running" in results[0].stderr
     assert [path.name for path in out.iterdir()] == ["new"]
     assert list(tmp_path.iterdir()) == [out]
 

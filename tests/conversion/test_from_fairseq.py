@@ -109,6 +109,10 @@ BAD_CHECKPOINTS = {
         lambda state: replace_parameter(state, "adapter.bias", torch.zeros(3)),
         r"is not a RoBERTa: unexpected parameters encoder.sentence_enc",
     ),
+    "integers": (
+        lambda state: replace_parameter(state, "layers.1.fc1.bias", torch.zeros(64, dtype=torch.int8)),
+        r"layers.1.fc1.bias is of dtype int8",
+    ),
     "infinite": (
         lambda state: replace_parameter(state, "layers.1.fc1.bias", torch.full((64,), torch.inf)),
         "layers.1.fc1.bias has NaN or infinite values",

@@ -17,7 +17,7 @@ from lln_fairseq.conversion.convert import convert
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.linearize.attention_transfer import swapped_attention
 from lln_fairseq.linearize.layerwise import Students
-from lln_fairseq.linearize.text import held_out_lengths, read_texts
+from lln_fairseq.linearize.text import held_out_count, held_out_lengths, read_texts
 from tests.fairseq_runs import LLN, MASKED_LM, WORDS, make_classification, make_corpus, train
 from tests.helpers import relative_rms
 
@@ -117,8 +117,11 @@ def test_transfer_reduces_errors_and_keeps_softmax(teacher, tmp_path, capsys):
     assert all(before < after <= 1 for before, after in cosines), report
     assert re.search(r"LLN only +cosine .*\n +Diag only +cosine", report)
     linear, _ = load_model(str(out / "model.pt"))
-    config = linear.encoder.sentence_encoder.layers[0].self_attn.attention.config
+    attention = linear.encoder.sentence_encoder.layers[0].self_attn.attention
+    config = attention.config
     assert (config.mix, config.gain, config.block_size) == ("joint_offset", "learned", 8)
+    assert attention.offset.all()  # both were 0 before the transfer
+    assert attention.log_gain.all()
     convert(out / "model.pt", tmp_path / "softmax", "softmax", dictionary=out / "dict.txt")
     softmax = features_of(tmp_path / "softmax" / "model.pt")
     torch.testing.assert_close(softmax, features_of(path), rtol=1e-5, atol=1e-5)
@@ -431,6 +434,8 @@ def test_held_out_texts_of_three_lengths():
     assert held_out_lengths(2048) == [128, 512, 2048]
     assert held_out_lengths(512) == [128, 512]
     assert held_out_lengths(64) == [64]
+    assert [held_out_count(64, length) for length in (128, 512, 2048, 16384)] == [64, 64, 16, 8]
+    assert held_out_count(4, 16384) == 4
 
 
 def test_number_of_held_out_texts_can_change_later(teacher, tmp_path, capsys):

@@ -175,7 +175,8 @@ def test_conversion_keeps_softmax_layers_of_the_same_attention(trained, tmp_path
     assert "or every:N with N from 1 to 3" in capsys.readouterr().err
 
     assert main([*arguments, str(tmp_path / "other"), "--attention", "lln"]) == 0
-    assert load_checkpoint_lazily(str(tmp_path / "other/model.pt"))["cfg"]["model"].get("softmax_layers") is None
+    options = load_checkpoint_lazily(str(tmp_path / "other/model.pt"))["cfg"]["model"]
+    assert (options["attention"], options.get("softmax_layers")) == ("lln", None)
 
 
 def test_analyze_measures_both_kinds_of_layers(trained, capsys):

@@ -541,6 +541,8 @@ BAD_ARGUMENTS = [
     (dict(dropout_p=1.0), "dropout_p"),
     (dict(alpha=torch.zeros(3)), "alpha"),
     (dict(beta=None), "together or not at all"),
+    (dict(scope="layer", alpha=None, beta=None), "unknown scope 'layer', choose from head, batch"),
+    (dict(constants="mine", alpha=None, beta=None), "unknown constants 'mine', choose from calibrated, paper"),
     (dict(backend="cuda"), "choose from auto, torch, triton, cpu"),
     (dict(backend="triton"), "cannot run here: .*head dims"),
     (dict(mix="mean"), "unknown mix 'mean', choose from average, joint_offset"),

@@ -251,18 +251,26 @@ def test_finetuning_rejects_another_dictionary(symbols, started_run, tmp_path, m
 
 
 @pytest.mark.parametrize(
-    ("attention_options", "warning"),
+    ("stored", "attention_options", "warning"),
     [
-        (("--attention", "softmax"), "attention = lln_diag"),
-        (("--lln-diag-block-size", 8), "lln_diag_block_size = 16, here it is 8"),
-        (("--lln-diag-block-size", 16), None),  # the head dimension, which is the default
-        ((), None),
-        (("--softmax-layers", 1), "softmax_layers = None, here it is 1"),
-        (("--rotary",), "rotary = False, here it is True"),
+        ({}, ("--attention", "softmax"), "attention = lln_diag"),
+        ({}, ("--lln-diag-block-size", 8), "lln_diag_block_size = 16, here it is 8"),
+        ({}, ("--lln-diag-block-size", 16), None),  # the head dimension, which is the default
+        ({}, (), None),
+        ({}, ("--softmax-layers", 1), "softmax_layers = None, here it is 1"),
+        ({"softmax_layers": "1"}, (), "softmax_layers = 1, here it is None"),
+        ({"softmax_layers": "1"}, ("--softmax-layers", "every:2"), None),
+        ({}, ("--rotary",), "rotary = False, here it is True"),
+        ({"rotary": True}, (), "rotary = True, here it is False"),
     ],
 )
-def test_finetuning_warns_of_another_attention(attention_options, warning, started_run, tmp_path, monkeypatch, caplog):
-    pretrained = ("--finetune-from-model", started_run.checkpoint, "--max-update", 1)
+def test_finetuning_warns_of_another_attention(
+    stored, attention_options, warning, started_run, tmp_path, monkeypatch, caplog
+):
+    state = torch.load(started_run.checkpoint)
+    state["cfg"]["model"].update(stored)
+    torch.save(state, tmp_path / "model.pt")
+    pretrained = ("--finetune-from-model", tmp_path / "model.pt", "--max-update", 1)
     run_options = (*MASKED_LM, *LLN, *attention_options, *pretrained)
 
     with caplog.at_level(logging.WARNING):
