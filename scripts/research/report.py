@@ -240,7 +240,7 @@ def draw_pretraining(results: list[dict[str, Any]], path: Path) -> None:
     """Draw the bits, and the layers' mean row entropy and spectral gap, against tokens."""
     figure, (losses, entropies, gaps) = plt.subplots(1, 3, figsize=(15, 4.5))
     for result in results:
-        color = f"C{list(PRETRAINED).index(result['attention'])}"
+        color = plt.colormaps["tab20"](list(PRETRAINED).index(result["attention"]))
         style = "-" if result["seed"] == 1 else ":"
         scale = result["tokens_per_update"] / 1e6
         tokens = [update * scale for update in result["updates"]]

@@ -78,6 +78,8 @@ CONVERTED = {
     "longformer": "longformer:one_sided_window=16",
     "window": "window:block_size=16",
     "window_softmax": "window:block_size=16",
+    "block_diag_softmax": "block_diag:block_size=32",
+    "joint_offset_softmax": JOINT,
     "flash": "flash",
     "tnn": "tnn",
     "block_diag_global_128": f"block_diag:{LONG_BLOCKS}",
@@ -92,8 +94,22 @@ FINE_TUNED = {
     "joint_offset_global": f"lln_diag:mix=joint_offset,gain=learned,{LONG_BLOCKS}",
     "lln_diag": "lln_diag:mix=average,gain=none,block_size=128",
 }
-WITHOUT_GLOBAL = ("block_diag", "joint_offset", "window", "window_softmax")  # for qqp4, whose two texts are long
-SOFTMAX_LAYERS = {"window_softmax": "2,5", "window_softmax_last": "3"}  # the layers that compute softmax instead
+# The layers that compute softmax instead.
+SOFTMAX_LAYERS = {
+    "window_softmax": "2,5",
+    "block_diag_softmax": "2,5",
+    "joint_offset_softmax": "2,5",
+    "window_softmax_last": "3",
+}
+# For qqp4, whose two texts are long.
+WITHOUT_GLOBAL = (
+    "block_diag",
+    "joint_offset",
+    "window",
+    "window_softmax",
+    "block_diag_softmax",
+    "joint_offset_softmax",
+)
 NOT_CONVERTIBLE = ("flash", "tnn")  # they replace whole layers; their results say so in the words of linearize
 THREE_SEEDS = (SOFTMAX, "elu", "lln_diag", "joint_offset_global", "joint_offset")
 PRETRAINED = {
