@@ -104,9 +104,11 @@ def score_parts(checkpoint: Path, data: Path) -> dict[str, Any]:
     layers = list(model.encoder.sentence_encoder.layers)
     attentions = [layer.self_attn.attention for layer in layers]
     scores = {}
-    for name in attentions[0].branches():
+    names = dict.fromkeys(name for attention in attentions for name in attention.branches())
+    for name in names:
         accuracies = {}
-        with swapped_attention(layers, [attention.branches()[name].eval() for attention in attentions]):
+        parts = [attention.branches().get(name, attention).eval() for attention in attentions]  # softmax layers stay
+        with swapped_attention(layers, parts):
             for split in SPLITS:
                 accuracies[split] = compute_scores(task, compute_outputs(model, task, split))
         scores[name] = pool(accuracies)

@@ -184,6 +184,9 @@ def test_attentions_of_a_long_task_are_trained_from_the_same_start(tmp_path, mon
     assert table1.main(["conversion", "long", "block_diag", *options]) == 0
     scores = json.loads((tmp_path / "conversion" / "long_block_diag_seed1.json").read_text())["scores"]
     assert scores.keys() == {"softmax", "swapped", "linearized", "distilled"}
+    assert table1.main(["conversion", "long", "lln_diag", *options]) == 0
+    scores = json.loads((tmp_path / "conversion" / "long_lln_diag_seed1.json").read_text())["scores"]
+    assert {"LLN only", "Diag only"} <= scores.keys()  # of the second layer; the first one keeps softmax
     assert in_this_process.count("train sst2") == in_this_process.count("train long") == 1
 
 
