@@ -19,12 +19,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from lln_fairseq.attention.layers import check_attention_spec
+from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.errors import first_line
 from lln_fairseq.training.malloc import disable_malloc_trim
+from lln_fairseq.training.recipes import CONFIGS
 
+LOCAL_GLOBAL = "local_global"
 MAX_SECONDS = 20.0  # a call whose repeats took longer in total is not repeated more than MIN_REPEATS times
 MIN_REPEATS = 3
 HOST_CALLS = 50
@@ -66,6 +70,22 @@ def attention_argument(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
+
+
+def model_argument(text: str) -> str:
+    """Return "local_global", or what attention_argument returns."""
+    return text if text == LOCAL_GLOBAL else attention_argument(text)
+
+
+def attention_options(name: str) -> dict[str, Any]:
+    """Return RoBERTa's options for "local_global" or an attention spec, which may have `dropout` as one more option."""
+    if name == LOCAL_GLOBAL:
+        return dict(OmegaConf.load(CONFIGS / "attention" / "local_global.yaml"))
+    attention, options = parse_attention_spec(name)
+    named = {"attention": attention}
+    if "dropout" in options:
+        named["attention_dropout"] = options.pop("dropout")
+    return named | {f"{attention}_{key}": value for key, value in options.items()}
 
 
 def device_name(device: str) -> str:

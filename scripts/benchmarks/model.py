@@ -31,26 +31,24 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lln_fairseq
 from lln_fairseq.attention import MECHANISMS
-from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import run_main
 from lln_fairseq.models.presets import PRESETS
 from lln_fairseq.terminal import at_least_one, program_parser, text_table
 from lln_fairseq.training.malloc import disable_malloc_trim
-from lln_fairseq.training.recipes import CONFIGS
 from scripts.benchmarks.meter import (
     OutOfMemory,
     Spread,
     add_device_options,
-    attention_argument,
+    attention_options,
     can_measure_resident_peak,
     device_name,
     interleaved,
+    model_argument,
     peak_memory,
 )
 
 SOFTMAX = "softmax"
 MATRIX = "softmax_matrix"
-LOCAL_GLOBAL = "local_global"
 PAPER_ROWS = ("nystrom:conv_kernel=33", "flash:form=quadratic")  # Nyströmformer as in the paper, and FLASH-Quad
 RECIPE_ROWS = ("softmax:dropout=0.1", "lln_diag:dropout=0.1")  # with the recipes' attention dropout
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -239,24 +237,12 @@ def build_model(name: str, length: int, args: argparse.Namespace, **further: Any
         dictionary.add_symbol(str(word))
     options = further | dict(zip(SIZE_FIELDS, PRESETS[args.preset], strict=True))
     options |= {"max_positions": length, "dropout": args.dropout, "attention_dropout": args.attention_dropout}
-    if name == LOCAL_GLOBAL:
-        options |= dict(OmegaConf.load(CONFIGS / "attention" / "local_global.yaml"))
-    else:
-        options |= spec_options(SOFTMAX if name == MATRIX else name)
+    options |= attention_options(SOFTMAX if name == MATRIX else name)
     model = LLNRobertaModel.build_model(OmegaConf.create(options), SimpleNamespace(source_dictionary=dictionary))
     if name == MATRIX:
         for layer in model.encoder.sentence_encoder.layers:
             layer.self_attn.attention = MatrixSoftmax(layer.self_attn.attention)
     return model
-
-
-def spec_options(spec: str) -> dict[str, Any]:
-    """Return the model's options for an attention spec, which may have `dropout` as one more option."""
-    attention, options = parse_attention_spec(spec)
-    named = {"attention": attention}
-    if "dropout" in options:
-        named["attention_dropout"] = options.pop("dropout")
-    return named | {f"{attention}_{key}": value for key, value in options.items()}
 
 
 def train_twice(name: str, length: int, args: argparse.Namespace) -> None:
@@ -344,9 +330,9 @@ def results_text(settings: dict[str, Any], rows: Sequence[Row]) -> str:
     return "\n\n".join(parts)
 
 
-def model_argument(text: str) -> str:
-    """Return "softmax_matrix" or "local_global", or what attention_argument returns."""
-    return text if text in (MATRIX, LOCAL_GLOBAL) else attention_argument(text)
+def matrix_argument(text: str) -> str:
+    """Return "softmax_matrix", or what model_argument returns."""
+    return text if text == MATRIX else model_argument(text)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -359,7 +345,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--attentions",
         nargs="+",
-        type=model_argument,
+        type=matrix_argument,
         metavar="NAME[:OPTION=VALUE,...]",
         help=f"default: all, and {MATRIX}; with --tasks: {', '.join(TASK_ATTENTIONS)}",
     )

@@ -8,8 +8,9 @@ The models get the token ids of a single sequence of each length, or of a pair w
 also get many sequences of mixed lengths, which are padded in batches. The loaded models run in every precision that is
 faster than float32 on this processor, transformers with torch's fused softmax attention (sdpa) in float32 and bfloat16,
 and the exported models in onnxruntime in float32 and 8 bits, if it is installed. Attentions that are not the default
-ones are only loaded. onnxruntime holds all attention weights of softmax, which takes more than 10 GB for 8,192 tokens:
-leave those models out with --without "onnxruntime, softmax" "onnxruntime, softmax, 8 bits".
+ones are only loaded; `local_global` is the model of configs/attention/local_global.yaml. onnxruntime holds all
+attention weights of softmax, which takes more than 10 GB for 8,192 tokens: leave those models out with --without
+"onnxruntime, softmax" "onnxruntime, softmax, 8 bits".
 
 The models have random weights and two classes, and nothing is downloaded. Before anything is timed, the logits of the
 float32 models are compared with those of the loaded ones: a difference raises RuntimeError. All models are timed in
@@ -34,7 +35,6 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 import lln_fairseq
-from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import run_main
 from lln_fairseq.models.presets import PRESETS
 from lln_fairseq.terminal import at_least_one, program_parser, progress_bar, text_table
@@ -42,7 +42,14 @@ from lln_fairseq.text.special_symbols import BOS, EOS, NUM_SPECIAL, PAD
 from lln_fairseq.text.tokenizers import SentencePieceTokenizer, train_sentencepiece
 from lln_fairseq.text.vocabulary import new_vocabulary
 from lln_fairseq.training.malloc import disable_malloc_trim
-from scripts.benchmarks.meter import attention_argument, cpu_instructions, device_name, interleaved, output_file
+from scripts.benchmarks.meter import (
+    attention_options,
+    cpu_instructions,
+    device_name,
+    interleaved,
+    model_argument,
+    output_file,
+)
 
 SIZES = {**PRESETS, "minilm": (6, 384, 1536, 12)}  # minilm: the sizes of all-MiniLM-L6-v2
 SOFTMAX = "softmax"
@@ -94,8 +101,8 @@ def write_dictionary(directory: Path, text: str) -> None:
     (directory / "dict.txt").write_text(text, encoding="utf-8")
 
 
-def write_checkpoint(path: Path, data: Path, preset: str, spec: str, max_positions: int) -> None:
-    """Write a checkpoint of a classification model with an attention spec and random parameters."""
+def write_checkpoint(path: Path, data: Path, preset: str, attention: str, max_positions: int) -> None:
+    """Write a checkpoint of a classification model with random parameters. attention_options explains `attention`."""
     from lln_fairseq.models.lln_roberta import SIZE_FIELDS, LLNRobertaModel
     from lln_fairseq.tasks.sentence_prediction import LLNSentencePredictionConfig, LLNSentencePredictionTask
 
@@ -109,9 +116,7 @@ def write_checkpoint(path: Path, data: Path, preset: str, spec: str, max_positio
     }
     task = LLNSentencePredictionTask.setup_task(LLNSentencePredictionConfig(**options))
     sizes: dict[str, Any] = dict(zip(SIZE_FIELDS, SIZES[preset], strict=True))
-    attention, attention_options = parse_attention_spec(spec)
-    sizes |= {"attention": attention, "max_positions": max_positions}
-    sizes |= {f"{attention}_{key}": value for key, value in attention_options.items()}
+    sizes |= attention_options(attention) | {"max_positions": max_positions}
     torch.manual_seed(SEED)
     model = LLNRobertaModel.build_model(OmegaConf.create(sizes), task)
     model.register_classification_head(HEAD, num_classes=len(LABELS))
@@ -336,7 +341,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--attentions",
         nargs="+",
-        type=attention_argument,
+        type=model_argument,
         default=[SOFTMAX, LINEAR],
         metavar="NAME[:OPTION=VALUE,...]",
         help=f"attentions of the loaded models, {SOFTMAX} among them (default: %(default)s)",
@@ -347,7 +352,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=at_least_one, default=9, help="of a single sequence (default: %(default)s)")
     parser.add_argument("--mixed", action="store_true", help="also time sequences of mixed lengths, for minutes")
     parser.add_argument("--threads", type=at_least_one, default=torch.get_num_threads())
-    parser.add_argument("--without", nargs="+", choices=[ONNX, *ONNX_MODELS], default=[], help="leave these out")
+    parser.add_argument(
+        "--without", nargs="+", choices=[ONNX, *ONNX_MODELS, SDPA_BFLOAT16], default=[], help="leave these out"
+    )
     parser.add_argument("--json", type=output_file, help="write the medians of the single sequences to this file")
     args = parser.parse_args(argv)
     if SOFTMAX not in args.attentions:
