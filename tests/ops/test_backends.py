@@ -194,6 +194,8 @@ def test_matched_factors_keep_huge_inputs_finite(mix, scale, backend):
     out = attend(mix, backend)(q, k, v, None, None)
     assert out.isfinite().all()
     assert all(x.isfinite().all() for x in torch.autograd.grad(out.mean() / scale, (q, k, v)))
+    factors = match_moments(q, k, backend=backend)
+    torch.testing.assert_close(factors, match_moments(q.double(), k.double(), backend="torch"), check_dtype=False)
 
 
 # ---- layouts, batches and padding ----
