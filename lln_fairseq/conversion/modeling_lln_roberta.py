@@ -52,6 +52,7 @@ except ImportError:
 ARGUMENTS = list(inspect.signature(RobertaModel.forward).parameters)[3:]
 FIRST_SEGMENT = "first_segment"
 WITHOUT_LLN = ("block_diag", "window")  # softmax inside blocks, and with the blocks beside them
+WITH_BLOCKS = ("lln_diag", *WITHOUT_LLN)
 
 
 class LLNRobertaConfig(RobertaConfig):
@@ -324,8 +325,8 @@ class LLNRobertaModel(RobertaModel):
 
         Args:
             input_ids: (B, N). With global_tokens="first_segment" they are required.
-            attention_mask: (B, N), 0 at padding, which must be at the right for attention="lln_diag". None means that
-                there is no padding.
+            attention_mask: (B, N), 0 at padding, which must be at the right for an attention with blocks. None means
+                that there is no padding.
             *others: further arguments of RobertaModel.
             **options: further arguments of RobertaModel, such as inputs_embeds.
 
@@ -365,7 +366,7 @@ class LLNRobertaModel(RobertaModel):
         if attention_mask.dim() != 2:
             shape = tuple(attention_mask.shape)
             raise ValueError(f"this attention supports only padding masks (B, N), got a mask of shape {shape}")
-        if self.config.attention == "lln_diag":
+        if self.config.attention in WITH_BLOCKS:
             require_right_padding(attention_mask)
         rows = attention_mask[:, None]
         if self.config.global_tokens == FIRST_SEGMENT:

@@ -292,7 +292,7 @@ def test_cut_pair_keeps_its_global_tokens(pair_model, sources, tmp_path):
     assert "(`truncation=True`), which keeps it." in (tmp_path / "out" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("attention", ["lln", "lln_diag"])
+@pytest.mark.parametrize("attention", ["lln", "lln_diag", "block_diag", "window"])
 def test_padding_at_the_left_is_rejected_or_has_no_effect(attention, sources, tmp_path):
     convert(sources["bert"][1], tmp_path / "converted", attention)
     export(tmp_path / "converted" / "model.pt", tmp_path / "out")
@@ -300,7 +300,7 @@ def test_padding_at_the_left_is_rejected_or_has_no_effect(attention, sources, tm
     tokens = padded_batch(71)[:1, :20]
     padded = torch.nn.functional.pad(tokens, (3, 0), value=1)
     card = (tmp_path / "out" / "README.md").read_text()
-    if attention == "lln_diag":
+    if attention != "lln":
         with pytest.raises(ValueError, match="needs padding at the right: set"):
             hugging_face_logits(model, padded)
         assert "padding: at the right only" in card
