@@ -8,7 +8,7 @@ Hydra overrides apply to pre-training and fine-tuning. The prefix `pretrain:` or
 of them, as in pretrain:dataset.batch_size=32. corpus= names the pre-training data, and glue= names one or more tasks.
 With glue=none, nothing is fine-tuned. The default is model=nano and the demo data, which is built if necessary.
 Run an interrupted command again to continue it. To train several models at a time, start this program several times
-with other --attentions or --seeds and the same --out; all of them together then give the whole table.
+with other --attentions or --seeds and the same --out, and at the end once with all of them, for the whole table.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -66,12 +66,11 @@ class Overrides:
         for key, option in options:
             if groups & {key, f"pretrain:{key}", f"finetune:{key}"}:
                 raise UserError(f"use {option} instead of {key}=, which would be the same for all runs")
-        overrides = list(args.overrides)
-        if "model" not in groups:
-            overrides.append("model=nano")
-        if "run" not in groups:
-            overrides.append(run_override())
-        for override in overrides:
+        for key in ("corpus", "glue"):
+            if groups & {f"pretrain:{key}", f"finetune:{key}"}:
+                raise UserError(f"leave out the prefix of {key}=, which only one of the two stages has")
+        # Of several values, the last one counts.
+        for override in ["model=nano", run_override(), *args.overrides]:
             stage, _, stage_override = override.partition(":")
             group, _, value = override.partition("=")
             if stage == "pretrain":
@@ -145,7 +144,8 @@ def labeled_splits(data: Path) -> list[str]:
 def compare_attentions(args: argparse.Namespace) -> int:
     """Run a comparison, print the table, and write OUT/comparison.txt, comparison.json and comparison.png.
 
-    A run that fails does not stop the others. Returns the exit code: 1 if a run failed, otherwise 0.
+    A run that fails does not stop the others, and is not in the results. If all runs fail, nothing is written. Returns
+    the exit code: 1 if a run failed, otherwise 0.
     """
     overrides = Overrides(args)
     # All recipes are composed first, so that wrong overrides are reported at once.
@@ -156,15 +156,19 @@ def compare_attentions(args: argparse.Namespace) -> int:
     if any(str(config.task.data).startswith(args.data) for config in recipes.values()):
         prepare_demo_data(args.data, args.archive)
     code = 0
+    finished: dict[str, list[int]] = {attention: [] for attention in args.attentions}
     for seed in args.seeds:
         for attention in args.attentions:
             try:
                 run_attention(args, overrides, recipes, attention, seed)
+                finished[attention].append(seed)
             except UserError as error:
                 code = 1
                 print(f"error: {error}", file=sys.stderr)
+    if not any(finished.values()):
+        return code
     metrics = {task: recipes[task].checkpoint.best_checkpoint_metric for task in overrides.tasks}
-    results = read_results(args.out, args.attentions, args.seeds, metrics)
+    results = read_results(args.out, finished, metrics)
     table = comparison_table(results, args.seeds)
     (args.out / "comparison.txt").write_text(table + "\n")
     write_result(args.out / "comparison.json", {"overrides": args.overrides, "runs": list_runs(results)})
@@ -207,19 +211,17 @@ class AttentionResults:
         return differences
 
 
-def read_results(
-    out: Path, attentions: Sequence[str], seeds: Sequence[int], metrics: dict[str, str]
-) -> list[AttentionResults]:
-    """Read the results of a comparison, one entry for each attention, from the directories of `run_directory`.
+def read_results(out: Path, seeds: Mapping[str, Sequence[int]], metrics: dict[str, str]) -> list[AttentionResults]:
+    """Read the results of the `seeds` of each attention from the directories of `run_directory`, an entry for each.
 
     The losses are read from tensorboard/, and the scores from glue/TASK/SPLIT.json, whose column is "TASK SPLIT". What
     is missing is left out. `metrics` has the metric of each task. "pearson_spearman" is not in the files: it is the
     mean of both.
     """
     results = []
-    for attention in attentions:
+    for attention, own_seeds in seeds.items():
         result = AttentionResults(attention)
-        for seed in seeds:
+        for seed in own_seeds:
             directory = run_directory(out, attention, seed)
             curves = read_curves(directory / "tensorboard")
             if "train_inner/loss" in curves:

@@ -51,7 +51,10 @@ def test_table_and_plot_show_mean_and_range_over_seeds(tmp_path):
     # The last validation of this run is at another update, so it is not compared with softmax.
     write_results(tmp_path, "cosformer", seed=3, losses=(9, 7, 4.0), accuracy=0.5)
 
-    results = read_results(tmp_path, ["softmax", "lln", "elu", "cosformer"], [1, 2, 3], {"sst2": "accuracy"})
+    seeds = [1, 2, 3]
+    results = read_results(
+        tmp_path, {"softmax": seeds, "lln": seeds, "elu": [1], "cosformer": seeds}, {"sst2": "accuracy"}
+    )
 
     cells = cells_by_first_word(comparison_table(results, [1, 2, 3]))
     assert cells["softmax"] == "5.50 (5.00–6.00) 78.3 (70.0–90.0) 3"
@@ -67,7 +70,7 @@ def test_overrides_reach_their_stage():
     args = compare_attentions.parse_arguments(
         [
             *("--attentions", "elu", "--updates", "9"),
-            *("corpus=wikitext103", "glue=sst2,mnli", "run=gpu1"),
+            *("corpus=wikitext103", "glue=sst2,mnli", "run=gpu1", "finetune:model=tiny"),
             *("pretrain:dataset.batch_size=4", "finetune:common.log_interval=3"),
         ]
     )
@@ -79,17 +82,17 @@ def test_overrides_reach_their_stage():
     finetune = compare_attentions.compose_config("finetune", overrides.for_finetuning("elu", 5, "mnli", args.data))
     assert (pretrain.task.data, pretrain.optimization.max_update) == ("data-bin/wikitext-103", 9)
     assert (pretrain.dataset.batch_size, finetune.dataset.batch_size) == (4, 32)
+    assert (pretrain.model._name, finetune.model._name) == ("lln_roberta_nano", "lln_roberta_tiny")
     assert (pretrain.common.log_interval, finetune.common.log_interval) == (100, 3)
     for config in (pretrain, finetune):
         assert (config.common.seed, config.common.fp16, config.model.attention) == (5, True, "elu")
-        assert config.model._name == "lln_roberta_nano"
 
 
 def test_no_task_leaves_out_fine_tuning(tmp_path):
     args = compare_attentions.parse_arguments(["--attentions", "elu", "glue=none"])
     write_results(tmp_path, "elu", seed=1, losses=(9, 6.0), accuracy=0.7)
 
-    results = read_results(tmp_path, ["elu"], [1], {})
+    results = read_results(tmp_path, {"elu": [1]}, {})
 
     assert compare_attentions.Overrides(args).tasks == []
     assert cells_by_first_word(comparison_table(results, [1]))["elu"] == "6.00 1"
@@ -130,11 +133,19 @@ def test_bad_arguments_end_in_one_line(arguments, message, capsys):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("override", ["attention=elu", "model.attention=elu", "pretrain:common.seed=7"])
-def test_override_of_what_the_runs_differ_in_is_refused(override):
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("attention=elu", "use --attentions instead of"),
+        ("model.attention=elu", "use --attentions instead of"),
+        ("pretrain:common.seed=7", "use --seeds instead of"),
+        ("pretrain:corpus=wikitext103", "leave out the prefix of corpus="),
+    ],
+)
+def test_override_that_no_run_could_follow_is_refused(override, message):
     args = compare_attentions.parse_arguments([override])
 
-    with pytest.raises(UserError, match=r"use --(attentions|seeds) instead of"):
+    with pytest.raises(UserError, match=message):
         compare_attentions.Overrides(args)
 
 
@@ -168,6 +179,8 @@ def test_runs_finish_and_are_not_repeated(tmp_path, capsys, monkeypatch):
     assert {path: path.stat().st_mtime_ns for path in written} == written
     assert second.out.splitlines()[-4:] == first.out.splitlines()[-4:]
 
+    before = (tmp_path / "out" / "comparison.json").read_bytes()
     code, changed = run("pretrain:optimization.lr=[0.1]")
     assert code == 1
     assert "optimization.lr" in changed.err
+    assert (tmp_path / "out" / "comparison.json").read_bytes() == before
