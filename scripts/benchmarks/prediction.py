@@ -26,7 +26,7 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,14 +159,12 @@ def transformers_logits(directory: Path, dtype: torch.dtype = torch.float32) -> 
     import transformers
 
     transformers.logging.set_verbosity_error()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     model_class = transformers.AutoModelForSequenceClassification
-    model = model_class.from_pretrained(directory, attn_implementation="sdpa", dtype=dtype).eval().to(device)
+    model = model_class.from_pretrained(directory, attn_implementation="sdpa", dtype=dtype).eval()
 
     @torch.no_grad()
     def logits(tokens: Tensor) -> Tensor:
-        tokens = tokens.to(device)
-        return model(input_ids=tokens, attention_mask=tokens.ne(PAD).long()).logits.float().cpu()
+        return model(input_ids=tokens, attention_mask=tokens.ne(PAD).long()).logits.float()
 
     return logits
 
@@ -198,7 +196,7 @@ def build_logits(
     from lln_fairseq.conversion.export import export
 
     has_onnx = all(importlib.util.find_spec(name) for name in ("onnxruntime", "onnxscript"))
-    with_onnx = has_onnx and not all(name.startswith(tuple(args.without)) for name in ONNX_MODELS)
+    with_onnx = has_onnx and any(is_wanted(name, args.without) for name in ONNX_MODELS)
     models: dict[str, Logits] = {}
     for number, attention in enumerate(args.attentions):
         checkpoint = directory / f"{preset}_{number}.pt"
@@ -216,7 +214,12 @@ def build_logits(
             name = f"{ONNX}, {attention}"
             models[name] = onnx_logits(exported / "model.onnx", args.threads)
             models[name + EIGHT_BITS] = onnx_logits(exported / "model_quantized.onnx", args.threads)
-    return {name: model for name, model in models.items() if not name.startswith(tuple(args.without))}
+    return {name: model for name, model in models.items() if is_wanted(name, args.without)}
+
+
+def is_wanted(name: str, without: Sequence[str]) -> bool:
+    """Return False for a model that --without names, and for all models of onnxruntime if it names ONNX itself."""
+    return name not in without and not (ONNX in without and name.startswith(ONNX))
 
 
 def random_tokens(length: int, first_text: int | None = None) -> Tensor:
@@ -370,8 +373,7 @@ def benchmark(args: argparse.Namespace) -> None:
     lln_fairseq.register()  # before fairseq is imported: it configures the root logger
     disable_malloc_trim()
     torch.set_num_threads(args.threads)
-    device = device_name("cuda" if torch.cuda.is_available() else "cpu")
-    heading = f"{device}, {cpu_instructions()}, torch {torch.__version__}"
+    heading = f"{device_name('cpu')}, {cpu_instructions()}, torch {torch.__version__}"
     content: dict[str, Any] = {"device": heading, "first_text": args.first_text, "milliseconds": {}}
     max_positions = max(MAX_POSITIONS, *args.lengths)
     with tempfile.TemporaryDirectory() as temporary:
