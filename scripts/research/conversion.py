@@ -49,24 +49,20 @@ def run_conversion(unit: Unit, work: Path, results: Path, glue: str | None) -> N
     scores = {SOFTMAX: score(programs, f"score {unit.task}", teacher, data)}
     content["scores"] = scores
     stages = unit_stages(unit)
-    models = {}
     if unit.attention != SOFTMAX:
         try:
             for stage, steps in stages.items():
-                models[stage] = linearize(programs, stage, unit, teacher, data, *steps)
+                model = linearize(programs, stage, unit, teacher, data, *steps)
+                scores[stage] = score(programs, f"score {stage}", model, data)
+                if stage == LINEARIZED:
+                    scores |= score_parts(model, data)
+                    content["relative_error"] = relative_error(model.parent)
+            if LINEARIZED not in stages:
+                scores[LINEARIZED] = scores["swapped"]
         except ProgramFailed as error:
             if not any(refusal in error.reason for refusal in REFUSALS):
                 raise
             content["refused"] = error.reason
-        else:
-            for stage, model in models.items():
-                scores[stage] = score(programs, f"score {stage}", model, data)
-            if LINEARIZED in models:
-                scores |= score_parts(models[LINEARIZED], data)
-                content["relative_error"] = relative_error(models[LINEARIZED].parent)
-            else:
-                scores[LINEARIZED] = scores["swapped"]
-                content["relative_error"] = None
     content["commands"] = programs.commands
     write_result(unit.result(results), content)
     for stage in stages:  # 300 MB; the logs stay

@@ -15,7 +15,7 @@ from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.attention.registry import parse_attention_spec
 from scripts.research.programs import TRAIN, Programs, choose_precision, locked, precision_overrides, write_result
 from scripts.research.units import ENCODER_POSITIONS, FINE_TUNING, SOFTMAX, TASKS, Unit
-from scripts.training import attention_overrides, run_override
+from scripts.training import attention_overrides, format_override, run_override
 
 TRANSFER_STEPS = 300
 VALIDATE_INTERVAL = 73  # updates; 7,000 rows are 219 updates
@@ -139,16 +139,16 @@ def training_words(name: str, spec: str, seed: int, data: Path, start: Path, out
         f"glue={task.glue.lower().replace('-', '')}",
         "recipe=small",
         run_override(),
-        f"task.data={data}",
+        format_override("task.data", data),
         f"task.max_positions={task.positions}",
         f"dataset.batch_size={task.batch_size}",
         "dataset.valid_subset=valid",
         f"optimization.max_epoch={task.epochs}",
         f"common.seed={seed}",
-        f"checkpoint.finetune_from_model={start}",
-        f"checkpoint.save_dir={out}",
+        format_override("checkpoint.finetune_from_model", start),
+        format_override("checkpoint.save_dir", out),
     ]
-    if spec != SOFTMAX:
+    if spec != SOFTMAX:  # the teacher's softmax comes with its checkpoint
         words += attention_overrides(spec)
     if task.start is not None or torch.cuda.is_available():
         words += precision_overrides()

@@ -14,11 +14,11 @@ from lln_fairseq.attention import LAYER_REGISTRY
 from lln_fairseq.attention.registry import parse_attention_spec
 from scripts.research.programs import TRAIN, Programs, choose_precision, locked, precision_overrides, write_result
 from scripts.research.units import PRETRAINING, TO_THE_END, Unit
-from scripts.training import attention_overrides, run_override
+from scripts.training import attention_overrides, format_override, run_override
 
 UPDATES = 5000
-EARLY = 5  # a unit that ends early has one in so many updates
-VALIDATIONS = 10  # evenly spaced; the last checkpoint is as old as the last validation
+EARLY = 5  # a unit that ends early stops after a fifth of the updates
+VALIDATIONS = 10  # evenly spaced; checkpoints are saved at the same updates
 VOCABULARY = 8000
 MODEL = "small"
 PROBED = ("entropy", "spectral_gap")  # means over the heads and sequences of a layer
@@ -83,7 +83,7 @@ def training_arguments(unit: Unit, data: Path, directory: Path, updates: int) ->
         run_override(),
         *precision_overrides(),
         *attention_overrides(unit.spec),
-        f"task.data={data}",
+        format_override("task.data", data),
         f"optimization.max_update={last_update(unit, updates)}",
         f"lr_scheduler.total_num_update={updates}",
         f"lr_scheduler.warmup_updates={updates // 50}",
@@ -91,7 +91,7 @@ def training_arguments(unit: Unit, data: Path, directory: Path, updates: int) ->
         f"checkpoint.save_interval_updates={interval}",
         f"common.seed={unit.seed}",
         "common.log_format=json",
-        f"checkpoint.save_dir={directory}",
+        format_override("checkpoint.save_dir", directory),
     ]
     if attention in LAYER_REGISTRY:  # they have positions of their own, and no matrix per head to measure
         arguments.append("model.rotary=false")

@@ -22,10 +22,18 @@ TRAIN = ("lln_fairseq", "train")
 
 
 class ProgramFailed(UserError):
-    """A program ended with an error. `reason` is its last line, without "error: "."""
+    """A program ended with an error. `reason` is the last line that it printed, without "error: ".
 
-    def __init__(self, step: str, code: int, log: Path) -> None:
-        printed = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
+    Args:
+        step: the step of the unit.
+        code: the exit code.
+        log: the file with its messages, to which earlier attempts may have written.
+        start: where in this file its own messages begin, in bytes.
+    """
+
+    def __init__(self, step: str, code: int, log: Path, start: int) -> None:
+        own = log.read_bytes()[start:].decode(errors="replace")
+        printed = [line for line in own.splitlines() if line.strip()]
         self.reason = "".join(printed[-1:]).removeprefix("error: ")
         super().__init__(f"{step} ended with exit code {code}: {self.reason} (see {log})")
 
@@ -65,10 +73,11 @@ class Programs:
         print(f"{step}: {log}", flush=True)
         environment = {**child_environment(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with log.open("ab") as stream:
+            start = stream.tell()
             command = [sys.executable, "-m", *words]
             process = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
         if process.returncode:
-            raise ProgramFailed(step, process.returncode, log)
+            raise ProgramFailed(step, process.returncode, log, start)
 
 
 @contextmanager
@@ -84,7 +93,7 @@ def locked(file: Path, wait: bool = True) -> Iterator[bool]:
 
 
 def processor() -> dict[str, Any]:
-    """Return the processor's name and instructions for fast products, the number of threads, and the GPU if any."""
+    """Return the processor's name and instructions for fast products, torch's number of threads, and the GPU if any."""
     text = Path("/proc/cpuinfo").read_text()
     name = platform.processor()
     flags: list[str] = []
@@ -94,7 +103,8 @@ def processor() -> dict[str, Any]:
             name = value.strip()
         if key.strip() == "flags":
             flags = value.split()
-    content = {"name": name, "instructions": [flag for flag in INSTRUCTIONS if flag in flags], "threads": 1}
+    instructions = [flag for flag in INSTRUCTIONS if flag in flags]
+    content = {"name": name, "instructions": instructions, "threads": torch.get_num_threads()}
     if torch.cuda.is_available():
         content["gpu"] = torch.cuda.get_device_name()
     return content

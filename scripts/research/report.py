@@ -167,7 +167,7 @@ def conversion_cell(results: Sequence[dict[str, Any]]) -> str:
         return ""
     swapped = statistics.fmean(accuracies(results, "swapped"))
     cell = f"{swapped:.1f} → {mean_and_range(accuracies(results, 'linearized'))}"
-    errors = [result["relative_error"] for result in results]
+    errors = [result.get("relative_error") for result in results]
     if all(error is not None and error < SAME_AS_SOFTMAX for error in errors):
         cell += " ="
     return cell

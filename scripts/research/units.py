@@ -27,9 +27,9 @@ class Task:
         held_out: rows from the end of the training file that are scored together with the dev rows.
         sentences: see data_prep.glue_held_out.
         epochs: epochs of fine-tuning.
-        start: the shorter task whose teacher is trained further; None starts from the encoder.
+        start: the shorter task whose fine-tuned softmax model is trained further; None starts from the encoder.
         batch_size: rows that are computed at once; an update always has 32.
-        positions: tokens of the longest row that the model takes.
+        positions: tokens of the longest row. Training adds positions to an encoder that has fewer.
     """
 
     glue: str
@@ -55,7 +55,8 @@ TASKS = {
 SHORT_TASKS = ("qnli", "mnli", "qqp", "sst2")
 LONG_TASKS = ("qnli16", "qnli64")
 
-# The attention specs by the names of the units, in the order in which the units run.
+# Attention specs by name, for each kind of unit. The same name can have other block sizes in another kind, for other
+# lengths of text. `all_units` says which names run on which task.
 LONG_BLOCKS = "block_size=128,global_tokens=first_segment"
 JOINT = "lln_diag:mix=joint_offset,gain=learned,block_size=32"
 CONVERTED = {
@@ -85,8 +86,6 @@ CONVERTED = {
     "block_diag_global_128": f"block_diag:{LONG_BLOCKS}",
     "joint_offset_global_128": f"lln_diag:mix=joint_offset,gain=learned,{LONG_BLOCKS}",
 }
-WITH_LONG_BLOCKS = ("block_diag_global_128", "joint_offset_global_128")  # for long tasks
-# The attentions of the fine-tuning units of qnli16 and qnli64.
 FINE_TUNED = {
     SOFTMAX: SOFTMAX,
     "block_diag_global": f"block_diag:{LONG_BLOCKS}",
@@ -94,15 +93,16 @@ FINE_TUNED = {
     "joint_offset_global": f"lln_diag:mix=joint_offset,gain=learned,{LONG_BLOCKS}",
     "lln_diag": "lln_diag:mix=average,gain=none,block_size=128",
 }
-# The layers that compute softmax instead.
+# The layers, counted from 0, that compute softmax instead: two of the encoder's six, one of pre-training's four.
 SOFTMAX_LAYERS = {
     "window_softmax": "2,5",
     "block_diag_softmax": "2,5",
     "joint_offset_softmax": "2,5",
     "window_softmax_last": "3",
 }
-# For qqp4, whose two texts are long.
-WITHOUT_GLOBAL = (
+CONVERTED_ON_LONG_PAIRS = ("block_diag_global_128", "joint_offset_global_128")
+# On "QQP among four", neither text is short enough to be global.
+ON_QQP4 = (
     "block_diag",
     "joint_offset",
     "window",
@@ -111,7 +111,7 @@ WITHOUT_GLOBAL = (
     "joint_offset_softmax",
 )
 NOT_CONVERTIBLE = ("flash", "tnn")  # they replace whole layers; their results say so in the words of linearize
-THREE_SEEDS = (SOFTMAX, "elu", "lln_diag", "joint_offset_global", "joint_offset")
+CONVERTED_WITH_THREE_SEEDS = (SOFTMAX, "elu", "lln_diag", "joint_offset_global", "joint_offset")
 PRETRAINED = {
     SOFTMAX: SOFTMAX,
     "lln_diag": "lln_diag:block_size=32",
@@ -126,12 +126,16 @@ PRETRAINED = {
     "window": "window:block_size=32",
     "window_softmax_last": "window:block_size=32",
 }
-TWO_SEEDS = (SOFTMAX, "lln_diag")
-TO_THE_END = (*TWO_SEEDS, "window", "window_softmax_last")  # their first seed is trained to the end of the schedule
+PRETRAINED_WITH_TWO_SEEDS = (SOFTMAX, "lln_diag")
+TO_THE_END = (
+    *PRETRAINED_WITH_TWO_SEEDS,
+    "window",
+    "window_softmax_last",
+)  # their first seed is trained to the end of the schedule
 TF_IDF = "tf_idf"
 SPECS = {
     CONVERSION: CONVERTED,
-    FINE_TUNING: {**FINE_TUNED, **{name: CONVERTED[name] for name in WITHOUT_GLOBAL}},
+    FINE_TUNING: {**FINE_TUNED, **{name: CONVERTED[name] for name in ON_QQP4}},
     PRETRAINING: PRETRAINED,
     FLOOR: {TF_IDF: TF_IDF},
 }
@@ -180,27 +184,32 @@ def check_unit(unit: Unit) -> None:
 
 
 def all_units() -> list[Unit]:
-    """Return the units of the tables in the order in which they run, the most informative first."""
+    """Return the units of the tables in the order in which they run, the most informative first.
+
+    Every conversion also scores the softmax model that it starts from, so only the short tasks have units of softmax.
+    """
     units = [Unit(FLOOR, task, TF_IDF, 1) for task in (*SHORT_TASKS, *LONG_TASKS, "qqp4")]
-    units += [Unit(PRETRAINING, "", attention, 1) for attention in TWO_SEEDS]
-    units += _conversions(1, [name for name in CONVERTED if name not in (*WITH_LONG_BLOCKS, *SOFTMAX_LAYERS)])
-    units += [Unit(PRETRAINING, "", attention, 1) for attention in PRETRAINED if attention not in TWO_SEEDS]
+    units += [Unit(PRETRAINING, "", attention, 1) for attention in PRETRAINED_WITH_TWO_SEEDS]
+    only_long = (*CONVERTED_ON_LONG_PAIRS, *SOFTMAX_LAYERS)
+    units += _conversions(1, [attention for attention in CONVERTED if attention not in only_long])
+    later = [attention for attention in PRETRAINED if attention not in PRETRAINED_WITH_TWO_SEEDS]
+    units += [Unit(PRETRAINING, "", attention, 1) for attention in later]
     for seed in (2, 3):
-        units += _conversions(seed, THREE_SEEDS)
+        units += _conversions(seed, CONVERTED_WITH_THREE_SEEDS)
     for seed in (1, 2, 3):
-        units += [Unit(CONVERSION, "qnli16", attention, seed) for attention in WITH_LONG_BLOCKS]
+        units += [Unit(CONVERSION, "qnli16", attention, seed) for attention in CONVERTED_ON_LONG_PAIRS]
         units += [Unit(FINE_TUNING, "qnli16", attention, seed) for attention in FINE_TUNED]
         for kind in (CONVERSION, FINE_TUNING):
-            units += [Unit(kind, "qqp4", attention, seed) for attention in WITHOUT_GLOBAL]
+            units += [Unit(kind, "qqp4", attention, seed) for attention in ON_QQP4]
     for seed in (1, 2, 3):
         units += [Unit(FINE_TUNING, "qnli64", attention, seed) for attention in (SOFTMAX, "block_diag_global")]
         units.append(Unit(CONVERSION, "qnli64", "block_diag_global_128", seed))
-    units += [Unit(PRETRAINING, "", attention, 2) for attention in TWO_SEEDS]
+    units += [Unit(PRETRAINING, "", attention, 2) for attention in PRETRAINED_WITH_TWO_SEEDS]
     return units
 
 
 def _conversions(seed: int, attentions: Iterable[str]) -> list[Unit]:
-    """Return the conversion units of one seed on the short tasks. Attentions that are refused are tried on one only."""
+    """Return the conversion units of one seed on SHORT_TASKS. Attentions that are refused are tried on one only."""
     units = []
     for task, attention in itertools.product(SHORT_TASKS, attentions):
         if attention in NOT_CONVERTIBLE and task != SHORT_TASKS[0]:

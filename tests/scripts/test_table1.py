@@ -93,13 +93,19 @@ def test_all_skips_a_unit_that_another_process_runs(tmp_path, capsys, monkeypatc
     assert "another process is running qnli_elu_seed1" in capsys.readouterr().err
 
 
-def test_failed_programs_run_again_and_finished_ones_do_not(tmp_path):
+def test_failed_programs_run_again_and_finished_ones_do_not(tmp_path, monkeypatch):
     (tmp_path / "in.json").write_text("[1]")
     out = tmp_path / "out.json"
     programs = Programs(tmp_path, {tmp_path: "WORK", None: "GLUE"})
 
     with pytest.raises(ProgramFailed, match=r"can't open .*absent.* \(see .*logs/format\.log\)"):
         programs.run("format", ["json.tool", tmp_path / "absent", out], out)
+    killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    (tmp_path / "killed.py").write_text(killed)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ProgramFailed) as failure:
+        programs.run("format", ["killed"], out)
+    assert failure.value.reason == ""  # not the line of the first attempt
     programs.run("format", ["json.tool", tmp_path / "in.json", out], out)
     assert json.loads(out.read_text()) == [1]
     out.write_text("kept")
@@ -311,6 +317,9 @@ def test_report_has_means_ranges_and_the_control(tmp_path):
     stages = {**scores, "linearized": {"all": 0.79}, "Diag only": {"all": 0.785}}
     write_result(tmp_path, unit, seed=1, scores=stages, relative_error=0.1)
     write_result(tmp_path, Unit("conversion", "qnli", "reformer", 1), seed=1, scores=stages, relative_error=0.0)
+    stages = {**scores, "linearized": {"all": 0.7}}
+    write_result(tmp_path, Unit("conversion", "qnli", "lln", 1), seed=1, scores=stages, relative_error=0.2)
+    write_result(tmp_path, Unit("conversion", "qnli", "lln", 2), seed=2, scores=scores, refused="diverged to NaN")
     unit = Unit("conversion", "qnli", "tnn", 1)
     write_result(tmp_path, unit, seed=1, scores={"softmax": {"all": 0.8}}, refused="tnn replaces the layer")
     for attention, bits in (("softmax", [9.0, 6.17]), ("tnn", [8.0, 6.0])):
@@ -350,6 +359,8 @@ def test_report_has_means_ranges_and_the_control(tmp_path):
     assert "| TF-IDF and logistic regression |  |  |  | 50.0 |  |" in lines
     assert "| TF-IDF and logistic regression | 58.0 |  |" in lines
     assert "- TNN: tnn replaces the layer" in lines
+    assert "| LLN only | 60.0 → 70.0 |  |" in lines
+    assert "- LLN only: diverged to NaN" in lines
     assert "| softmax | 9.00 | 6.17 |" in lines
     assert (tmp_path / "pretraining.png").stat().st_size > 5000
 
@@ -418,7 +429,7 @@ def test_report_of_one_long_conversion_and_two_schedules(tmp_path):
 
 def test_every_converted_attention_has_a_label():
     hybrids = {name for name in units.SOFTMAX_LAYERS if name in units.CONVERTED}  # for qqp4 only
-    assert {"softmax", *LABELS, *units.WITH_LONG_BLOCKS, *hybrids} == set(units.CONVERTED)
+    assert {"softmax", *LABELS, *units.CONVERTED_ON_LONG_PAIRS, *hybrids} == set(units.CONVERTED)
 
 
 def test_report_without_results_says_what_to_run(tmp_path):
