@@ -256,5 +256,5 @@ def draw_pretraining(results: list[dict[str, Any]], path: Path) -> None:
     losses.set_ylabel("held-out loss [bits per masked token]")
     entropies.set_ylabel("row entropy [bits]")
     gaps.set_ylabel("spectral gap")
-    losses.legend(title="attention, seed", ncols=2)
+    losses.legend(title="attention, seed", ncols=2, fontsize="small")
     save(figure, path)
