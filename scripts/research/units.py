@@ -127,11 +127,8 @@ PRETRAINED = {
     "window_softmax_last": "window:block_size=32",
 }
 PRETRAINED_WITH_TWO_SEEDS = (SOFTMAX, "lln_diag")
-TO_THE_END = (
-    *PRETRAINED_WITH_TWO_SEEDS,
-    "window",
-    "window_softmax_last",
-)  # their first seed is trained to the end of the schedule
+# Their first seed is trained to the end of the schedule.
+TO_THE_END = (*PRETRAINED_WITH_TWO_SEEDS, "window", "window_softmax_last")
 TF_IDF = "tf_idf"
 SPECS = {
     CONVERSION: CONVERTED,

@@ -42,6 +42,23 @@ def test_attentions_are_timed_on_pairs(offline, tmp_path, capsys):
     assert spec in capsys.readouterr().out
 
 
+def test_local_global_is_timed(offline, capsys):
+    words = ["--presets", "small", "--lengths", "12", "--repeats", "1", "--attentions", "softmax", "local_global"]
+
+    assert benchmark.main([*words, "--without", "onnxruntime", "transformers, sdpa, bfloat16"]) == 0
+
+    out = capsys.readouterr().out
+    assert "local_global" in out
+    assert "transformers, sdpa, bfloat16" not in out
+
+
+def test_only_the_named_models_are_left_out():
+    eight_bits = "onnxruntime, softmax, 8 bits"
+    assert benchmark.is_wanted(eight_bits, ["onnxruntime, softmax"])
+    assert not benchmark.is_wanted(eight_bits, [eight_bits])
+    assert not benchmark.is_wanted(eight_bits, ["onnxruntime"])
+
+
 def test_different_logits_are_rejected():
     models = {"softmax": lambda tokens: torch.zeros(1, 2), "transformers, sdpa": lambda tokens: torch.ones(1, 2)}
 

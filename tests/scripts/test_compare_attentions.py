@@ -51,10 +51,8 @@ def test_table_and_plot_show_mean_and_range_over_seeds(tmp_path):
     # The last validation of this run is at another update, so it is not compared with softmax.
     write_results(tmp_path, "cosformer", seed=3, losses=(9, 7, 4.0), accuracy=0.5)
 
-    seeds = [1, 2, 3]
-    results = read_results(
-        tmp_path, {"softmax": seeds, "lln": seeds, "elu": [1], "cosformer": seeds}, {"sst2": "accuracy"}
-    )
+    seeds = {attention: [1, 2, 3] for attention in ("softmax", "lln", "elu", "cosformer")}
+    results = read_results(tmp_path, seeds, {"sst2": "accuracy"})
 
     cells = cells_by_first_word(comparison_table(results, [1, 2, 3]))
     assert cells["softmax"] == "5.50 (5.00–6.00) 78.3 (70.0–90.0) 3"
@@ -98,6 +96,24 @@ def test_no_task_leaves_out_fine_tuning(tmp_path):
     assert cells_by_first_word(comparison_table(results, [1]))["elu"] == "6.00 1"
     plot_losses(tmp_path / "a.png", results)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_failed_run_is_not_in_the_results(tmp_path, monkeypatch, capsys):
+    for attention in ("softmax", "elu"):
+        write_results(tmp_path, attention, seed=1, losses=(9, 6.0), accuracy=0.7)
+
+    def run_attention(args, overrides, recipes, attention, seed):
+        if attention == "elu":
+            raise UserError("the disk is full")
+
+    monkeypatch.setattr(compare_attentions, "run_attention", run_attention)
+    words = ["--attentions", "softmax,elu", "--seeds", "1", "--out", str(tmp_path), "corpus=wikitext103", "glue=none"]
+
+    assert compare_attentions.main(words) == 1
+
+    runs = json.loads((tmp_path / "comparison.json").read_text())["runs"]
+    assert [run["attention"] for run in runs] == ["softmax"]
+    assert "error: the disk is full" in capsys.readouterr().err
 
 
 def test_attention_may_have_options():

@@ -235,6 +235,29 @@ def test_refused_attention_says_why(tmp_path, monkeypatch):
     assert content["refused"] == "tnn replaces the whole encoder layer, and cannot replace a teacher's attention"
 
 
+def test_diverged_distillation_keeps_the_scores_of_earlier_stages(tmp_path, monkeypatch):
+    log = tmp_path / "log"
+    log.write_text("error: the distillation diverged to NaN\n")
+
+    def linearize(programs, stage, *_):
+        if stage == "distilled":
+            raise ProgramFailed(stage, 1, log, 0)
+        return tmp_path / stage / "model.pt"
+
+    monkeypatch.setattr(conversion, "make_teacher", lambda *_: tmp_path / "checkpoint_last.pt")
+    monkeypatch.setattr(conversion, "make_data", lambda *_: tmp_path)
+    monkeypatch.setattr(conversion, "describe_unit", lambda *_: {})
+    monkeypatch.setattr(conversion, "linearize", linearize)
+    monkeypatch.setattr(conversion, "score", lambda *_: {"all": 0.5})
+    unit = Unit("conversion", "qqp4", "block_diag", 1)
+
+    conversion.run_conversion(unit, tmp_path, tmp_path / "results", None)
+
+    content = json.loads(unit.result(tmp_path / "results").read_text())
+    assert content["scores"]["swapped"] == {"all": 0.5}
+    assert content["refused"] == "the distillation diverged to NaN"
+
+
 def start_tiny_unit(*arguments):
     return subprocess.Popen([sys.executable, "-c", TINY_UNIT, *map(str, arguments)])
 
