@@ -135,7 +135,7 @@ def write_checkpoint(path: Path, data: Path, preset: str, attention: str, max_po
     torch.save(checkpoint, path)
 
 
-def checkpoint_logits(checkpoint: Path, data: Path, attention: str) -> dict[str, Logits]:
+def load_checkpoint_models(checkpoint: Path, data: Path, attention: str) -> dict[str, Logits]:
     """Load a checkpoint in every precision that is used here, and return the functions from tokens to logits.
 
     The keys are the names of the models. A precision in which the model cannot be computed faster is left out.
@@ -154,7 +154,7 @@ def loaded_logits(model: Any, tokens: Tensor) -> Tensor:
     return model._class_logits(tokens.to(model._device)).cpu()
 
 
-def transformers_logits(directory: Path, dtype: torch.dtype = torch.float32) -> Logits:
+def load_transformers(directory: Path, dtype: torch.dtype = torch.float32) -> Logits:
     """Load an exported softmax model with torch's fused attention, and return its function from tokens to logits."""
     import transformers
 
@@ -169,7 +169,7 @@ def transformers_logits(directory: Path, dtype: torch.dtype = torch.float32) -> 
     return logits
 
 
-def onnx_logits(path: Path, threads: int) -> Logits:
+def load_onnx(path: Path, threads: int) -> Logits:
     """Load an exported model.onnx, and return its function from tokens to logits, which uses the CPU."""
     import onnxruntime
 
@@ -186,7 +186,7 @@ def onnx_logits(path: Path, threads: int) -> Logits:
     return logits
 
 
-def build_logits(
+def build_models(
     preset: str, directory: Path, data: Path, max_positions: int, args: argparse.Namespace
 ) -> dict[str, Logits]:
     """Write the checkpoints and the exported models to the directory, and return the models to time, by name.
@@ -202,18 +202,18 @@ def build_logits(
         checkpoint = directory / f"{preset}_{number}.pt"
         write_checkpoint(checkpoint, data, preset, attention, max_positions)
         if attention not in (SOFTMAX, LINEAR):
-            models |= checkpoint_logits(checkpoint, data, attention)
+            models |= load_checkpoint_models(checkpoint, data, attention)
             continue
         exported = directory / f"{preset}_{attention}_hf"
         export(checkpoint, exported, data, onnx=with_onnx, int8=with_onnx)
         if attention == SOFTMAX:
-            models[SDPA] = transformers_logits(exported)
-            models[SDPA_BFLOAT16] = transformers_logits(exported, torch.bfloat16)
-        models |= checkpoint_logits(checkpoint, data, attention)
+            models[SDPA] = load_transformers(exported)
+            models[SDPA_BFLOAT16] = load_transformers(exported, torch.bfloat16)
+        models |= load_checkpoint_models(checkpoint, data, attention)
         if with_onnx:
             name = f"{ONNX}, {attention}"
-            models[name] = onnx_logits(exported / "model.onnx", args.threads)
-            models[name + EIGHT_BITS] = onnx_logits(exported / "model_quantized.onnx", args.threads)
+            models[name] = load_onnx(exported / "model.onnx", args.threads)
+            models[name + EIGHT_BITS] = load_onnx(exported / "model_quantized.onnx", args.threads)
     return {name: model for name, model in models.items() if is_wanted(name, args.without)}
 
 
@@ -368,7 +368,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def benchmark(args: argparse.Namespace) -> None:
-    """Measure all presets in a temporary directory and print the tables."""
+    """Measure all presets in a temporary directory, print the tables, and write the file of --json."""
     logging.disable(logging.INFO)  # warnings say which precisions are not used
     lln_fairseq.register()  # before fairseq is imported: it configures the root logger
     disable_malloc_trim()
@@ -382,7 +382,7 @@ def benchmark(args: argparse.Namespace) -> None:
         data.mkdir()
         write_data(data)
         for preset in args.presets:
-            models = build_logits(preset, directory, data, max_positions, args)
+            models = build_models(preset, directory, data, max_positions, args)
             torch.set_num_threads(args.threads)
             print(f"{preset}, {heading}")
             times = time_lengths(models, args.lengths, args.first_text, args.repeats)

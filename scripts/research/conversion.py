@@ -26,7 +26,7 @@ from scripts.research.units import CONVERSION, NOT_CONVERTIBLE, SOFTMAX, TASKS, 
 
 LINEARIZED = "linearized"
 STAGES = {"swapped": (0, 0), LINEARIZED: (TRANSFER_STEPS, 0)}  # steps of the transfer and of the distillation
-LONG_STAGES = {**STAGES, "distilled": (TRANSFER_STEPS, 200)}  # of the tasks that start from a shorter one
+LONG_STAGES = {**STAGES, "distilled": (TRANSFER_STEPS, 200)}  # of long tasks, those that start from a shorter task
 # If linearize prints one of these, the result has its message as "refused". Other errors, such as a full disk, end the
 # unit.
 REFUSALS = ("cannot replace a teacher's attention", "diverged to NaN")
@@ -70,7 +70,7 @@ def run_conversion(unit: Unit, work: Path, results: Path, glue: str | None) -> N
 
 
 def unit_stages(unit: Unit) -> dict[str, tuple[int, int]]:
-    """Return the steps of the transfer and of the distillation by stage: LONG_STAGES for a task that has a shorter one.
+    """Return the steps of the transfer and of the distillation by stage: LONG_STAGES for a long task, else STAGES.
 
     LINEARIZED is left out for an attention that learns nothing in the transfer: its model would be the swapped one.
     """
@@ -89,9 +89,10 @@ def relative_error(directory: Path) -> float:
 
 
 def score_parts(checkpoint: Path, data: Path) -> dict[str, Any]:
-    """Return the accuracies as in `score` with only one part of a hybrid attention in use, by the name of the part.
+    """Score a checkpoint with only one part of a hybrid attention in use, and return the scores by the part's name.
 
-    `linearize` prints them on the dev rows only. The result is empty for an attention that has no parts.
+    The scores are those of `score`, for the dev and the test rows; `linearize` prints them for the dev rows only. The
+    result is empty for an attention that has no parts.
     """
     from lln_fairseq.inference.evaluate import compute_outputs, compute_scores, load_finetuned_model
     from lln_fairseq.linearize.attention_transfer import swapped_attention
