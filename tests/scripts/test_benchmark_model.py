@@ -107,7 +107,7 @@ def test_memory_of_local_global_can_be_measured(losses):
     args = parse()
     args.preset = "small"
 
-    benchmark.prepare_training(benchmark.LOCAL_GLOBAL, 64, args)()
+    benchmark.prepare_training("local_global", 64, args)()
 
     assert len(losses) == 4
 
