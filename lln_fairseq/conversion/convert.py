@@ -57,7 +57,7 @@ MAX_POSITIONS = 1 << 20  # a positional table of 4 GB for 1,024 features
 def convert(
     source: Path,
     out: Path,
-    attention: str,
+    attention: str | None = None,
     positions: int | None = None,
     dictionary: Path | None = None,
     heads: int | None = None,
@@ -68,7 +68,8 @@ def convert(
     Args:
         source: a Hugging Face directory or a fairseq checkpoint.
         out: the directory to create.
-        attention: name of the new model's attention; a mechanism that replaces whole layers is refused.
+        attention: name of the new model's attention; a mechanism that replaces whole layers is refused. None keeps the
+            attention of a source that this project wrote, and stands for lln_diag otherwise.
         positions: the longest sequence of the new model; None keeps the source's.
         dictionary: dict.txt of a fairseq checkpoint; None looks for it next to the checkpoint.
         heads: number of attention heads, for a fairseq checkpoint that does not state it.
@@ -78,8 +79,9 @@ def convert(
     Returns:
         The encoder as it was written, with a note on each difference from the source.
     """
-    with user_errors():
-        reject_layer_mechanism(attention, "cannot use the weights of a converted encoder")
+    if attention is not None:
+        with user_errors():
+            reject_layer_mechanism(attention, "cannot use the weights of a converted encoder")
     if not source.exists():
         raise UserError(f"no such directory or checkpoint: {source}")
     if source.is_dir() and heads is not None:
@@ -88,17 +90,20 @@ def convert(
         raise UserError(f"--dictionary is for a fairseq checkpoint, but {source} is a directory: leave it out")
     with new_directory(out) as directory:
         if source.is_dir():
-            encoder = read_hugging_face_directory(source, attention)
+            encoder = read_hugging_face_directory(source)
             if encoder.reference is not None:
                 check_outputs(encoder, source)
         else:
-            encoder = read_fairseq_checkpoint(source, dictionary, heads, attention)
+            encoder = read_fairseq_checkpoint(source, dictionary, heads)
+        if attention is None:
+            attention = encoder.options.get("attention", RobertaConfig.attention)
+        change_attention(encoder, attention)
         if positions is not None:
             change_max_positions(encoder, positions)
         if softmax_layers is not None:
             numbers = parse_softmax_layers(softmax_layers, encoder.options["encoder_layers"])
             encoder.options["softmax_layers"] = format_softmax_layers(numbers)
-        write_converted_encoder(encoder, attention, directory)
+        write_converted_encoder(encoder, directory)
     return encoder
 
 
@@ -106,8 +111,9 @@ def check_outputs(encoder: ImportedEncoder, source: Path) -> None:
     """Raise UserError if the source's own outputs for three texts differ from those of our model with softmax."""
     assert encoder.reference is not None
     with tempfile.TemporaryDirectory() as folder:
-        copy = dataclasses.replace(encoder, parameters=dict(encoder.parameters), notes=[])
-        write_converted_encoder(copy, "softmax", Path(folder))
+        options = {**encoder.options, "attention": "softmax"}
+        copy = dataclasses.replace(encoder, parameters=dict(encoder.parameters), options=options, notes=[])
+        write_converted_encoder(copy, Path(folder))
         text_model = load_text_model(Path(folder, CHECKPOINT))
     rows = [[text] for text in (PROBES[0], PROBES[1], " ".join(PROBES * 10))]
     length = min(text_model.longest, MAX_COMPARED)
@@ -132,6 +138,22 @@ def check_outputs(encoder: ImportedEncoder, source: Path) -> None:
                 f"{source} is not a RoBERTa or BERT: its own outputs in transformers differ by {difference:.1e} "
                 f"from those of the converted model, more than {TOLERANCE:.0e}"
             )
+
+
+def change_attention(encoder: ImportedEncoder, attention: str) -> None:
+    """Set the attention of an encoder in place.
+
+    If that is not the source's, the parameters and options of the source's attention are removed, with a note.
+    """
+    previous = encoder.options.get("attention", attention)
+    if previous != attention:
+        for name in [name for name in encoder.parameters if ATTENTION_PARAMETERS in name]:
+            del encoder.parameters[name]
+        for key in [key for key in encoder.options if key.startswith(f"{previous}_")]:
+            del encoder.options[key]
+        encoder.options["softmax_layers"] = None
+        encoder.notes.append(f"{attention} replaces {previous} in all layers")
+    encoder.options["attention"] = attention
 
 
 def change_max_positions(encoder: ImportedEncoder, positions: int) -> None:
@@ -163,7 +185,7 @@ def change_max_positions(encoder: ImportedEncoder, positions: int) -> None:
     encoder.options["max_positions"] = positions
 
 
-def write_converted_encoder(encoder: ImportedEncoder, attention: str, directory: Path) -> None:
+def write_converted_encoder(encoder: ImportedEncoder, directory: Path) -> None:
     """Write dict.txt, the tokenizer's files and, last, model.pt to an existing directory.
 
     For a classifier, the directory has the layout of its data: input0/dict.txt, label/dict.txt and manifest.json.
@@ -181,18 +203,17 @@ def write_converted_encoder(encoder: ImportedEncoder, attention: str, directory:
     for name, data in files.items():
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_bytes(data)
-    state = build_checkpoint(encoder, attention, directory)
+    state = build_checkpoint(encoder, directory)
     write_large(directory / CHECKPOINT, lambda path: torch.save(state, path))
 
 
-def build_checkpoint(encoder: ImportedEncoder, attention: str, data: Path) -> dict[str, Any]:
+def build_checkpoint(encoder: ImportedEncoder, data: Path) -> dict[str, Any]:
     """Return a checkpoint of a masked language model or classifier at update 0.
 
     Parameters that the source does not have are initialized with SEED; the caller's random state does not change.
 
     Args:
         encoder: the parameters and options of the model; see `load_encoder_parameters` for what changes in place.
-        attention: name of the attention of the model.
         data: a directory that holds the dictionaries of the model, and its tokenizer if it has one.
     """
     positions = encoder.options["max_positions"]
@@ -204,10 +225,9 @@ def build_checkpoint(encoder: ImportedEncoder, attention: str, data: Path) -> di
         task = LLNSentencePredictionTask.setup_task(config)
     else:
         task = LLNMaskedLMTask.setup_task(LLNMaskedLMConfig(data=str(data), tokens_per_sample=positions, seed=SEED))
-    options = {**encoder.options, "attention": attention}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        model = LLNRobertaModel.build_model(OmegaConf.create(options), task)
+        model = LLNRobertaModel.build_model(OmegaConf.create(encoder.options), task)
         if encoder.is_classifier:
             model.register_classification_head(CLASSIFICATION_HEAD, num_classes=task.cfg.num_classes)
     load_encoder_parameters(model, encoder)
@@ -218,7 +238,7 @@ def build_checkpoint(encoder: ImportedEncoder, attention: str, data: Path) -> di
         identity["inputs"] = ANY_INPUTS
     if encoder.files:
         identity["tokenizer"] = load_vocabulary(str(data)).identity
-    return checkpoint_at_update_0(model.state_dict(), options, task_options, identity)
+    return checkpoint_at_update_0(model.state_dict(), encoder.options, task_options, identity)
 
 
 def classification_options(encoder: ImportedEncoder) -> dict[str, Any]:
@@ -306,8 +326,11 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("source", type=Path, help="a Hugging Face directory, or a fairseq checkpoint")
     parser.add_argument("out", type=Path, help="a new directory for model.pt, dict.txt and the tokenizer")
-    default = RobertaConfig.attention
-    parser.add_argument("--attention", choices=sorted(MECHANISMS), default=default, help="default: %(default)s")
+    parser.add_argument(
+        "--attention",
+        choices=sorted(MECHANISMS),
+        help=f"default: that of a model of lln_fairseq, otherwise {RobertaConfig.attention}",
+    )
     parser.add_argument(
         "--positions",
         type=int,

@@ -20,7 +20,7 @@ class ImportedEncoder:
 
     Attributes:
         parameters: float32 tensors by fairseq's parameter names.
-        options: options of LLNRobertaModel, without `attention`; `max_positions` is always among them.
+        options: options of LLNRobertaModel, with `max_positions`, and with `attention` if the source states one.
         symbols: the lines of dict.txt without counts; symbol i has the id 4 + i.
         files: contents of the tokenizer's files by the file names that data_prep uses; empty if there is no tokenizer.
         notes: one sentence for the user about each difference from the source.

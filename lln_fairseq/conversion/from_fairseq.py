@@ -53,9 +53,7 @@ STORED_OPTIONS = (
 BUFFERS = re.compile(r"(\.version|_float_tensor)$")  # entries of a state dict that are not parameters
 
 
-def read_fairseq_checkpoint(
-    path: Path, dictionary: Path | None = None, heads: int | None = None, attention: str = ""
-) -> ImportedEncoder:
+def read_fairseq_checkpoint(path: Path, dictionary: Path | None = None, heads: int | None = None) -> ImportedEncoder:
     """Read the encoder in a fairseq checkpoint, with its masked-language-model head, dictionary and tokenizer.
 
     The head and the tokenizer are optional. Heads for other tasks are left out, with a note.
@@ -64,8 +62,6 @@ def read_fairseq_checkpoint(
         path: the checkpoint.
         dictionary: its dict.txt; None looks for it in the run's tokenizer directory and next to the checkpoint.
         heads: number of attention heads, for a checkpoint that does not state it; otherwise it must agree.
-        attention: the attention of the converted model. The attention's own parameters and options and the option
-            softmax_layers are taken from a checkpoint that has the same attention, and ignored otherwise.
 
     Raises:
         UserError: if a file cannot be read, the model is not a RoBERTa, or the dictionary does not fit the model.
@@ -85,7 +81,9 @@ def read_fairseq_checkpoint(
     if HEAD_WEIGHT in parameters:
         options["untie_weights_roberta"] = not torch.equal(parameters[HEAD_WEIGHT], parameters[EMBEDDING])
     notes = _note_unused_tensors(tensors, parameters, path)
-    if stored.get("attention") == attention:
+    attention = stored.get("attention")  # fairseq's own RoBERTa does not state it
+    if attention is not None:
+        options["attention"] = attention
         parameters |= {name: value for name, value in tensors.items() if ATTENTION_PARAMETERS in name}
         options |= {key: value for key, value in stored.items() if key.startswith(f"{attention}_")}
         options["softmax_layers"] = softmax_layers(stored)

@@ -106,14 +106,13 @@ CONVERTED_PARTS = re.compile(r"(embeddings|encoder|transformer|lm_head|cls\.pred
 CLASSIFIER_PARTS = re.compile(r"(embeddings|encoder|transformer|pooler|pre_classifier|classifier)\.")
 
 
-def read_hugging_face_directory(directory: Path, attention: str = "") -> ImportedEncoder:
+def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
     """Read the encoder in a Hugging Face directory, with its tokenizer and its head.
 
     This is a language-model head, or a classification head if the architecture in config.json has one. The rows of the
     embedding are put in the order of fairseq's ids. Parts for other tasks are left out, with a note.
     `directory` can also be a model of sentence-transformers, see `locate_model`. The outputs of an architecture that is
-    not one of MODEL_TYPES must still be compared, see `ImportedEncoder.reference`. An exported model keeps the options
-    and the parameters of its attention only if that is `attention`, the attention of the converted model.
+    not one of MODEL_TYPES must still be compared, see `ImportedEncoder.reference`.
 
     Raises:
         UserError: if the architecture is not supported, a tensor is missing, unknown or of the wrong shape, or the
@@ -181,7 +180,7 @@ def read_hugging_face_directory(directory: Path, attention: str = "") -> Importe
 
     parameters = {name.fairseq: tensors[name.hugging_face] for name in names}
     options = _read_options(config, sizes)
-    if is_ours and config.attention == attention:
+    if is_ours:
         parameters |= _attention_parameters(tensors)
         options |= _attention_options(config)
     if is_classifier:
@@ -486,8 +485,8 @@ def _classifier_options(config: Any) -> dict[str, Any]:
 
 
 def _attention_options(config: Any) -> dict[str, Any]:
-    """Return the options of LLNRobertaModel for the attention of an exported model."""
-    options = {"softmax_layers": format_softmax_layers(config.softmax_layers)}
+    """Return the options of LLNRobertaModel for the attention of an exported model, with its name."""
+    options = {"attention": config.attention, "softmax_layers": format_softmax_layers(config.softmax_layers)}
     for field in dataclasses.fields(MECHANISMS[config.attention].config):
         options[f"{config.attention}_{field.name}"] = getattr(config, field.name)
     return options

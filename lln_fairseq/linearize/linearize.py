@@ -85,24 +85,23 @@ def linearize(args: argparse.Namespace) -> None:
         run.train(writer)
     options = {f"{args.attention}_{key}": value for key, value in args.option.items()}
     options["softmax_layers"] = format_softmax_layers(progress.softmax_layers or ())  # also if the teacher has others
+    options["attention"] = args.attention
     if encoder is None:
-        options["attention"] = args.attention
         teacher.write_classifier(model, task, options, args.teacher, args.data, args.out)
     else:
         encoder.options |= options
-        write_encoder(encoder, model, args.attention, args.out)
+        write_encoder(encoder, model, args.out)
     progress.finish()
     print(f"{args.out / CHECKPOINT}: {args.attention}")
 
 
-def write_encoder(encoder: ImportedEncoder, model: LLNRobertaModel, attention: str, out: Path) -> None:
+def write_encoder(encoder: ImportedEncoder, model: LLNRobertaModel, out: Path) -> None:
     """Write a linear encoder to OUT/model.pt, with its dictionary and tokenizer, and print how to fine-tune it.
 
     Args:
         encoder: the teacher as it was read from its checkpoint, with the options of the linear model; it gets the
             parameters of `model`, in place
         model: the linear model
-        attention: the name of its attention
         out: an existing directory, which may hold other files
     """
     for name, parameter in model.state_dict().items():
@@ -110,7 +109,7 @@ def write_encoder(encoder: ImportedEncoder, model: LLNRobertaModel, attention: s
             encoder.parameters[name] = parameter.cpu()
     part = out / "part"
     part.mkdir(exist_ok=True)
-    write_converted_encoder(encoder, attention, part)
+    write_converted_encoder(encoder, part)
     # The checkpoint is the last one, so that it is never in `out` without the other files.
     for path in sorted(part.iterdir(), key=lambda path: path.name == CHECKPOINT):
         path.replace(out / path.name)

@@ -97,7 +97,7 @@ def test_rotary_pre_norm_model_is_restored_exactly(attention, sources, tmp_path)
     torch.save(state, checkpoint)
 
     export(checkpoint, tmp_path / "exported")
-    convert(tmp_path / "exported", tmp_path / "restored", attention)
+    convert(tmp_path / "exported", tmp_path / "restored")
     export(tmp_path / "restored" / "model.pt", tmp_path / "again")
 
     tokens = padded_batch(len(state["model"]["encoder.sentence_encoder.embed_tokens.weight"]))
@@ -116,7 +116,8 @@ def test_rotary_pre_norm_model_is_restored_exactly(attention, sources, tmp_path)
 def test_exported_model_gets_another_attention(sources, tmp_path):
     convert(sources["roberta"][1], tmp_path / "source", "lln_diag")
     export(tmp_path / "source" / "model.pt", tmp_path / "exported")
-    convert(tmp_path / "exported", tmp_path / "restored", "softmax")
+    notes = convert(tmp_path / "exported", tmp_path / "restored", "softmax").notes
+    assert notes == ["softmax replaces lln_diag in all layers"]
     model, _ = load_model(str(tmp_path / "restored" / "model.pt"))
     assert model.args.attention == "softmax"
 
@@ -643,8 +644,8 @@ def make_checkpoint(folder, dictionary, files):
     for name, content in files.items():
         (folder / name).write_bytes(content)
     sizes = {"encoder_layers": 1, "encoder_embed_dim": 16, "encoder_ffn_embed_dim": 16, "encoder_attention_heads": 2}
-    encoder = ImportedEncoder({}, {**sizes, "max_positions": 64}, [], files)
-    torch.save(build_checkpoint(encoder, "softmax", folder), folder / "model.pt")
+    encoder = ImportedEncoder({}, {**sizes, "max_positions": 64, "attention": "softmax"}, [], files)
+    torch.save(build_checkpoint(encoder, folder), folder / "model.pt")
     return folder / "model.pt"
 
 

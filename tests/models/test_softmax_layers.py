@@ -157,24 +157,27 @@ def test_runs_are_the_same_if_their_numbers_are(trained, tmp_path, monkeypatch):
     train_until(3, "every:2")
 
 
-def test_conversion_keeps_softmax_layers_of_the_same_attention(trained, tmp_path, monkeypatch, capsys):
-    options = (*HYBRID, "--encoder-layers", 3, "--softmax-layers", "0,2", "--max-update", 1)
+def test_conversion_keeps_window_and_softmax_layers(trained, tmp_path, monkeypatch, capsys):
+    window = ("--attention", "window", "--window-block-size", 4, "--window-neighbors", 2)
+    options = (*MASKED_LM, *LLN, *window, "--encoder-layers", 3, "--softmax-layers", "0,2", "--max-update", 1)
     train(monkeypatch, tmp_path / "log", trained, tmp_path / "run", *options)
     source = add_noise(tmp_path / "run/checkpoint_last.pt")
     capsys.readouterr()
     arguments = ["convert", str(source), "--dictionary", str(trained / "dict.txt")]
 
-    assert main([*arguments, str(tmp_path / "same"), "--attention", "lln_diag"]) == 0
+    assert main([*arguments, str(tmp_path / "same")]) == 0
     assert load_checkpoint_lazily(str(tmp_path / "same/model.pt"))["cfg"]["model"]["softmax_layers"] == "0,2"
     converted_logits = compute_logits(tmp_path / "same/model.pt", padded_batch())
     assert torch.equal(converted_logits, compute_logits(source, padded_batch()))
+    assert " replaces " not in capsys.readouterr().out
 
-    assert main([*arguments, str(tmp_path / "every"), "--attention", "lln_diag", "--softmax-layers", "every:3"]) == 0
+    assert main([*arguments, str(tmp_path / "every"), "--softmax-layers", "every:3"]) == 0
     assert load_checkpoint_lazily(str(tmp_path / "every/model.pt"))["cfg"]["model"]["softmax_layers"] == "2"
     assert main([*arguments, str(tmp_path / "none"), "--softmax-layers", "every:4"]) == 1
     assert "or every:N with N from 1 to 3" in capsys.readouterr().err
 
     assert main([*arguments, str(tmp_path / "other"), "--attention", "lln"]) == 0
+    assert "lln replaces window in all layers" in capsys.readouterr().out
     options = load_checkpoint_lazily(str(tmp_path / "other/model.pt"))["cfg"]["model"]
     assert (options["attention"], options.get("softmax_layers")) == ("lln", None)
 
