@@ -39,8 +39,8 @@ def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, p
     """Check that a checkpoint can be loaded into a model, and log a warning if its attention or an option differs.
 
     UserError is raised if the checkpoint was trained with another dictionary or tokenizer than the task's, if it has
-    other sizes, or if the two attentions differ and one of them replaces whole encoder layers. The checkpoint can be
-    loaded lazily.
+    other sizes or norms, or if the two attentions differ and one of them replaces whole encoder layers. The checkpoint
+    can be loaded lazily.
     """
     check_model_dictionary(state, task, path)
     options = getattr(model, "args", {})
@@ -48,6 +48,12 @@ def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, p
     check_sizes(state, options, path)
     if "attention" not in options or not stored:
         return
+    norms_before, stored_norms_before = (bool(group.get("encoder_normalize_before")) for group in (options, stored))
+    if norms_before != stored_norms_before:
+        raise UserError(
+            f"{path} was trained with encoder_normalize_before = {stored_norms_before}, here it is {norms_before}, and "
+            "neither has the other's norms: leave out this option, or attention=local_global, which sets it"
+        )
     for key, default in (("rotary", False), ("pair_form", ROBERTA_PAIRS)):
         value = options.get(key, default)
         stored_value = stored.get(key, default)

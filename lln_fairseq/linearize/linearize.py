@@ -61,7 +61,8 @@ def linearize(args: argparse.Namespace) -> None:
         reject_layer_mechanism(args.attention, "cannot replace a teacher's attention")
         options = {**MECHANISMS[args.attention].cls.linearize_options, **args.option}
         args.option = vars(parse_config(args.attention, options))  # the checkpoint must state all options
-    if not MECHANISMS[args.attention].cls.learns_transfer:
+    skips_transfer = args.steps > 0 and not MECHANISMS[args.attention].cls.learns_transfer
+    if skips_transfer:
         args.steps = 0
     layers = teacher.require_softmax(args.teacher)
     args.softmax_layers = number_layers(args.softmax_layers, layers)
@@ -71,6 +72,8 @@ def linearize(args: argparse.Namespace) -> None:
             print(format_score(label, score))
         print(f"{args.out / CHECKPOINT} is complete")
         return
+    if skips_transfer and not args.distill:
+        print(f"{args.attention} has nothing to learn in the transfer: --distill 400 would train all layers")
     model, task = teacher.load_teacher(args.teacher, args.data)
     encoder = None
     if not is_finetuned(task.cfg._name):

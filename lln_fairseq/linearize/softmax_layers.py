@@ -18,7 +18,7 @@ from lln_fairseq.models.options import format_softmax_layers, parse_softmax_laye
 from lln_fairseq.terminal import progress_bar
 
 COUNT = 256  # rows or texts of the training data, on which the layers are chosen
-MAX_TOKENS = 65536  # of these rows: there are fewer if rows are long, because the model is evaluated many times
+MAX_TOKENS = 65536  # of all of these: there are fewer if they are long, because the model is evaluated many times
 ROUNDED_TO_ZERO = 5e-5  # smaller distances are printed as 0.0000
 BEST = re.compile(r"best:([1-9]\d*)")
 
@@ -112,7 +112,7 @@ def classifier_distance(model: Any, task: Any, rows: TaskRows) -> Distance:
 
 
 def encoder_distance(model: Any, texts: TokenStream, length: int) -> Distance:
-    """Build the distance of an encoder from its teacher, on COUNT random texts.
+    """Build the distance of an encoder from its teacher, on COUNT random texts of at most MAX_TOKENS in total.
 
     The distance is ‖h - h'‖ / ‖h'‖. Here h is the output of the model's last layer, and h' is the
     output of the teacher's last layer.
@@ -124,7 +124,8 @@ def encoder_distance(model: Any, texts: TokenStream, length: int) -> Distance:
 
     Raises: ValueError if length is less than 3, or if `texts` has fewer than length - 2 tokens.
     """
-    tokens = texts.batch(COUNT, length, torch.Generator().manual_seed(SEED))
+    count = min(COUNT, max(1, MAX_TOKENS // length))
+    tokens = texts.batch(count, length, torch.Generator().manual_seed(SEED))
     batches = tokens.split(max(1, TOKENS_PER_BATCH // length))
     device = next(model.parameters()).device
 
@@ -136,7 +137,7 @@ def encoder_distance(model: Any, texts: TokenStream, length: int) -> Distance:
         return (states - teacher).norm() / teacher.norm()
 
     return Distance(
-        f"relative error of the last hidden state on {COUNT} texts of split 'train'", outputs, relative_error
+        f"relative error of the last hidden state on {count} texts of split 'train'", outputs, relative_error
     )
 
 
@@ -166,9 +167,8 @@ def find_best_layers(count: int, students: Students, distance: Distance) -> list
         for _ in range(count):
             if current < ROUNDED_TO_ZERO and not has_warned:
                 bar.write(
-                    "  warning: the model equals its teacher already, so rounding errors choose the next layers. "
-                    "LLN+Diag is softmax in texts that fit into one block: give longer texts or a smaller block_size, "
-                    "or name the layers"
+                    "  warning: the model equals its teacher already, so rounding errors choose the next layers: give "
+                    "texts of several blocks or a smaller block_size, or name the layers"
                 )
                 has_warned = True
             distances = {}

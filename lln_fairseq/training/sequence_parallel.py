@@ -89,6 +89,10 @@ def shard_multiple(model: Any) -> int:
             "--sequence-parallel-size does not work with --encoder-layerdrop: the workers of a sequence would drop "
             "different layers"
         )
+    if getattr(model.args, "softmax_layers", None):
+        raise UserError(
+            "--sequence-parallel-size does not work with --softmax-layers: softmax needs the whole sequence"
+        )
     if getattr(model.args, "pooling", "first") != "first" or getattr(model.args, "two_towers", False):
         raise UserError(
             "--sequence-parallel-size needs --pooling first and no --two-towers: only the first token is classified, "

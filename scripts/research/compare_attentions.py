@@ -29,7 +29,7 @@ from lln_fairseq.command import run_main
 from lln_fairseq.errors import UserError
 from lln_fairseq.terminal import at_least_one, program_parser, text_table
 from scripts.research.programs import write_result
-from scripts.research.summaries import attentions_argument, mean_and_range, save
+from scripts.research.summaries import mean_and_range, models_argument, save
 from scripts.training import (
     attention_overrides,
     call_logged,
@@ -320,10 +320,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = program_parser("scripts/compare_attentions.sh", __doc__)
     parser.add_argument(
         "--attentions",
-        type=attentions_argument,
+        type=models_argument,
         default=DEFAULT_ATTENTIONS,
         metavar="NAME[:OPTION=VALUE,...],...",
-        help="attentions to compare, the first of which is the baseline (default: %(default)s)",
+        help="attentions to compare, or the recipe local_global; the first one is the baseline (default: %(default)s)",
     )
     parser.add_argument("--seeds", nargs="+", default=["1", "2"], help="seeds of every attention (default: 1 2)")
     parser.add_argument("--updates", type=at_least_one, help="updates of pre-training (default: the corpus decides)")

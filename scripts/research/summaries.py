@@ -12,13 +12,22 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from scripts.benchmarks.meter import attention_argument
+from scripts.benchmarks.meter import attention_argument, model_argument
 
 
 def attentions_argument(text: str) -> list[str]:
     """Convert an argument to a list of attention specs, without repetitions, as a `type` of argparse."""
+    return [attention_argument(spec) for spec in split_specs(text)]
+
+
+def models_argument(text: str) -> list[str]:
+    """Convert an argument as `attentions_argument` does. One of the attentions may be "local_global"."""
+    return [model_argument(spec) for spec in split_specs(text)]
+
+
+def split_specs(text: str) -> list[str]:
     # A comma before OPTION= separates the options of an attention; any other comma separates attentions.
-    return [attention_argument(spec) for spec in dict.fromkeys(re.split(r",(?!\w+=)", text))]
+    return list(dict.fromkeys(re.split(r",(?!\w+=)", text)))
 
 
 def read_results(directory: Path) -> list[dict[str, Any]]:

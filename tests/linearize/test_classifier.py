@@ -11,7 +11,7 @@ from lln_fairseq.__main__ import main
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.inference.evaluate import compute_outputs, compute_scores
 from lln_fairseq.inference.loading import load_model
-from lln_fairseq.linearize import progress
+from lln_fairseq.linearize import progress, softmax_layers
 from lln_fairseq.linearize.attention_transfer import swapped_attention
 from lln_fairseq.linearize.distillation import Distillation
 from lln_fairseq.linearize.layerwise import Students
@@ -293,7 +293,7 @@ def test_best_layers_of_texts_in_one_block_have_a_warning(teacher, tmp_path, cap
     assert lines[number + 1].startswith("  softmax in one layer: layer ")
 
 
-def test_best_layers_of_a_regression_and_of_texts(regression, tmp_path, capsys):
+def test_best_layers_of_a_regression_and_of_texts(regression, tmp_path, capsys, monkeypatch):
     path, data = regression
     assert run(path, data, tmp_path / "rows", *OPTIONS, "--softmax-layers", "best:1") == 0
     report = capsys.readouterr().out
@@ -302,9 +302,10 @@ def test_best_layers_of_a_regression_and_of_texts(regression, tmp_path, capsys):
     assert best < linear
 
     corpus = make_corpus(tmp_path / "corpus", SIZES)
+    monkeypatch.setattr(softmax_layers, "MAX_TOKENS", 2600)
     assert run(path, corpus, tmp_path / "texts", *OPTIONS, "--softmax-layers", "best:1") == 0
     report = capsys.readouterr().out
-    assert "relative error of the last hidden state on 256 texts" in report
+    assert "relative error of the last hidden state on 40 texts" in report  # of 64 tokens
     linear, best = (float(value) for value in re.findall(r"(?:every layer:|one layer: layer \d) (\d\S+\d)", report))
     assert best < linear
     assert re.search(r"with softmax in layer \d\n  64 tokens: cosine \d", report)

@@ -167,6 +167,15 @@ def test_blocks_keep_positions_and_norms_of_the_teacher(rotary_teacher, tmp_path
     assert features(model).isfinite().all()
 
 
+def test_blocks_without_distillation_are_said_to_learn_nothing(teacher, tmp_path, capsys):
+    blocks = ("--attention", "window", "--option", "block_size=8")
+    advice = "window has nothing to learn in the transfer: --distill"
+    assert run(*teacher, tmp_path / "swapped", *blocks, *SHORT) == 0
+    assert advice in capsys.readouterr().out
+    assert run(*teacher, tmp_path / "distilled", *blocks, *SHORT, "--distill", 1) == 0
+    assert advice not in capsys.readouterr().out
+
+
 def test_linear_model_computes_what_the_students_computed(rotary_teacher):
     path, _ = rotary_teacher
     model, _ = load_model(str(path))

@@ -103,7 +103,7 @@ def test_wrong_layer_is_rejected(text):
 
 
 def test_sequences_cannot_be_divided_among_workers():
-    with pytest.raises(UserError, match="attention softmax cannot split a sequence across workers"):
+    with pytest.raises(UserError, match="does not work with --softmax-layers"):
         shard_multiple(build_model(attention="lln", softmax_layers="1"))
 
 

@@ -125,6 +125,14 @@ def test_attention_may_have_options():
     assert (model.attention, model.lln_diag_mix, model.lln_diag_constants) == ("lln_diag", "joint_offset", "paper")
 
 
+def test_recipe_local_global_can_be_compared():
+    args = compare_attentions.parse_arguments(["--attentions", "softmax,local_global"])
+
+    overrides = compare_attentions.Overrides(args).for_pretraining(args.attentions[1], 1)
+    model = compare_attentions.compose_config("pretrain", overrides).model
+    assert (model.attention, model.softmax_layers, model.rotary) == ("window", "every:4", True)
+
+
 @pytest.mark.parametrize("seeds", [["1", "2"], ["1 2"]])
 def test_overrides_may_follow_the_seeds(seeds):
     args = compare_attentions.parse_arguments(["run=cpu", "--seeds", *seeds, "model=tiny"])
