@@ -38,14 +38,16 @@ logger = logging.getLogger(__name__)
 def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, path: str) -> None:
     """Check that a checkpoint can be loaded into a model, and log a warning if its attention or an option differs.
 
-    UserError is raised if the checkpoint was trained with another dictionary or tokenizer than the task's, if it has
-    other sizes or norms, or if the two attentions differ and one of them replaces whole encoder layers. The checkpoint
-    can be loaded lazily.
+    UserError is raised if the checkpoint was trained with another dictionary or tokenizer than the task's, or with
+    other labels if its classification head is loaded, if it has other sizes or norms, or if the two attentions differ
+    and one of them replaces whole encoder layers. The checkpoint can be loaded lazily.
     """
     check_model_dictionary(state, task, path)
     options = getattr(model, "args", {})
     stored = stored_options(state)["model"]
     check_sizes(state, options, path)
+    if options.get("load_checkpoint_heads"):
+        check_model_labels(state, task, path)
     if "attention" not in options or not stored:
         return
     norms_before, stored_norms_before = (bool(group.get("encoder_normalize_before")) for group in (options, stored))
@@ -54,7 +56,9 @@ def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, p
             f"{path} was trained with encoder_normalize_before = {stored_norms_before}, here it is {norms_before}, and "
             "neither has the other's norms: leave out this option, or attention=local_global, which sets it"
         )
-    for key, default in (("rotary", False), ("pair_form", ROBERTA_PAIRS)):
+    defaults = {"rotary": False, "pair_form": ROBERTA_PAIRS}
+    for key in (*defaults, "rotary_base", "activation_fn", "layer_norm_eps"):
+        default = defaults.get(key, options.get(key))
         value = options.get(key, default)
         stored_value = stored.get(key, default)
         if value != stored_value:

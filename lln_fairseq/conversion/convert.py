@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lln_fairseq.attention import MECHANISMS, reject_layer_mechanism
 from lln_fairseq.attention.context import ROBERTA_PAIRS
 from lln_fairseq.checkpoints.compatibility import ANY_INPUTS, dictionary_hash
-from lln_fairseq.checkpoints.config import POSITION_OFFSET
+from lln_fairseq.checkpoints.config import POSITION_OFFSET, STOCK_ATTENTION
 from lln_fairseq.checkpoints.pooling import pooling_entries
 from lln_fairseq.checkpoints.reading import PLUGIN_STATE
 from lln_fairseq.conversion.directory import new_directory, write_large
@@ -69,7 +69,8 @@ def convert(
         source: a Hugging Face directory or a fairseq checkpoint.
         out: the directory to create.
         attention: name of the new model's attention; a mechanism that replaces whole layers is refused. None keeps the
-            attention of a source that this project wrote, and stands for lln_diag otherwise.
+            attention of a source that this project wrote; otherwise it stands for softmax in a classifier, and for
+            lln_diag in an encoder.
         positions: the longest sequence of the new model; None keeps the source's.
         dictionary: dict.txt of a fairseq checkpoint; None looks for it next to the checkpoint.
         heads: number of attention heads, for a fairseq checkpoint that does not state it.
@@ -96,7 +97,8 @@ def convert(
         else:
             encoder = read_fairseq_checkpoint(source, dictionary, heads)
         if attention is None:
-            attention = encoder.options.get("attention", RobertaConfig.attention)
+            default = STOCK_ATTENTION if encoder.is_classifier else RobertaConfig.attention
+            attention = encoder.options.get("attention", default)
         change_attention(encoder, attention)
         if positions is not None:
             change_max_positions(encoder, positions)
@@ -329,7 +331,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--attention",
         choices=sorted(MECHANISMS),
-        help=f"default: that of a model of lln_fairseq, otherwise {RobertaConfig.attention}",
+        help=f"default: that of a model of lln_fairseq; otherwise {STOCK_ATTENTION} for a classifier, "
+        f"{RobertaConfig.attention} for an encoder",
     )
     parser.add_argument(
         "--positions",

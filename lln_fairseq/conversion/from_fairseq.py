@@ -37,7 +37,7 @@ from lln_fairseq.conversion.parameter_names import (
 from lln_fairseq.conversion.read_tokenizer import check_dictionary
 from lln_fairseq.conversion.write_tokenizer import find_tokenizer
 from lln_fairseq.errors import UserError
-from lln_fairseq.models.adapt import ATTENTION_PARAMETERS, EMBEDDING, POSITIONS
+from lln_fairseq.models.adapt import ATTENTION_PARAMETERS, EMBEDDING, POSITIONS, SECOND_TEXT
 from lln_fairseq.text.special_symbols import MASK, NUM_SPECIAL, parse_dictionary
 
 # Options that the tensors do not show. The number of heads is another one; it has no default and must be known.
@@ -50,6 +50,7 @@ STORED_OPTIONS = (
     "rotary",
     "rotary_base",
 )
+CLASSIFIER_ADVICE = "to keep its head, convert the directory that `lln-fairseq export` writes"
 BUFFERS = re.compile(r"(\.version|_float_tensor)$")  # entries of a state dict that are not parameters
 
 
@@ -195,11 +196,16 @@ def _note_unused_tensors(tensors: Mapping[str, Tensor], used: Mapping[str, Tenso
         if name not in used and ATTENTION_PARAMETERS not in name and not BUFFERS.search(name):
             unused.append(name)
     unknown = [name for name in unused if name.startswith((ENCODER, HEAD))]
+    if SECOND_TEXT in unknown:
+        raise UserError(f"{path} is a classifier with BERT's form of pairs: {CLASSIFIER_ADVICE}")
     if unknown:
         raise UserError(f"{path} is not a RoBERTa: unexpected parameters {summarize_names(unknown)}")
     if not unused:
         return []
-    return [f"left out: {summarize_names(unused)}"]
+    notes = [f"left out: {summarize_names(unused)}"]
+    if any("classification_heads." in name for name in unused):
+        notes.append(f"the classifier became an encoder: {CLASSIFIER_ADVICE}")
+    return notes
 
 
 def _tokenizer_directory(path: Path, dictionary: Path | None) -> Path:

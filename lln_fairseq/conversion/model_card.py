@@ -85,9 +85,7 @@ def _describe_attention(config: Mapping[str, Any]) -> str:
     if "attention" not in config:
         return "Its attention is softmax: it is a stock RoBERTa and needs no code of its own."
     if config["attention"] == STOCK_ATTENTION:
-        return (
-            "Its attention is softmax. It needs code of its own for rotary positions or for its order of layer norms."
-        )
+        return "Its attention is softmax. It needs code of its own for rotary positions, its layer norms or its head."
     name = f"Linear Log-Normal attention ({PAPER})"
     if config["attention"] == "block_diag":
         name = "softmax inside blocks of tokens"

@@ -69,6 +69,8 @@ def load_finetuned_model(checkpoint: str, data: str | None = None, positions: in
     task_name = state["cfg"].task._name
     if not is_finetuned(task_name):
         raise UserError(f"{checkpoint} was not fine-tuned: it holds a model for the task {task_name}")
+    if data is None and state["cfg"].task.data == ".":
+        raise UserError(f"{checkpoint} was converted and names no data: give DATA")
     if positions is not None:
         set_positions(state["cfg"], positions, checkpoint)
     return build_model(state, checkpoint, data)
@@ -165,14 +167,16 @@ def compute_scores(task: Any, outputs: SplitOutputs) -> dict[str, Any]:
     return scores
 
 
-def format_predictions(task: Any, outputs: SplitOutputs, scale: float = 5.0) -> list[str]:
+def format_predictions(task: Any, outputs: SplitOutputs, scale: float | None = None) -> list[str]:
     """Return the prediction for every row as text.
 
-    A class has its name in label/dict.txt. A regression's output is multiplied by `scale`, clamped to [0, scale] and
-    written with three decimals.
+    A class has its name in label/dict.txt. A regression's output has three decimals. With a `scale`, it is multiplied
+    by that and clamped to [0, scale].
     """
     if task.cfg.regression_target:
-        values = (scale * outputs.logits.view(-1)).clamp(0, scale)
+        values = outputs.logits.view(-1)
+        if scale is not None:
+            values = (scale * values).clamp(0, scale)
         return [f"{value:.3f}" for value in values.tolist()]
     labels = label_names(task)
     return [labels[number] for number in outputs.logits.argmax(dim=-1).tolist()]
@@ -186,7 +190,9 @@ def write_predictions(path: Path, predictions: list[str]) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def report_split(task: Any, outputs: SplitOutputs, json_file: Path | None, tsv_file: Path | None, scale: float) -> None:
+def report_split(
+    task: Any, outputs: SplitOutputs, json_file: Path | None, tsv_file: Path | None, scale: float | None
+) -> None:
     """Print the scores of a split, and write its scores and predictions to files.
 
     The scores are written to `json_file` and the predictions to `tsv_file`, unless these are None; SPLIT_PLACEHOLDER in
@@ -231,13 +237,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--scale",
         type=float,
-        default=5.0,
-        help="multiply a regression's output by this and clamp it to [0, SCALE] (default: 5, for STS-B)",
+        help="multiply a regression's predictions by this and clamp them to [0, SCALE]; GLUE's STS-B needs 5",
     )
     add_precision_option(parser)
     add_positions_option(parser)
     args = parser.parse_args(argv)
-    if not 0 < args.scale < math.inf:
+    if args.scale is not None and not 0 < args.scale < math.inf:
         parser.error(f"--scale must be above 0 and finite, got {args.scale}")
     splits = args.split.split(",")
     if "" in splits:

@@ -21,7 +21,8 @@ from lln_fairseq.terminal import progress_bar
 PROGRESS = "linearize.pt"  # the file next to model.pt from which a run resumes
 LR_OPTIONS = {"transfer": "--lr", "distillation": "--distill-lr"}  # by stage
 UNTIL_DISTILLATION = ("distill", "distill_lr")  # settings that may change until it has begun
-ALWAYS = ("evaluate_rows", "evaluate_texts")  # settings that may always change; all others may never
+SCORED = ("evaluate_rows", "validation")  # settings that the scores depend on
+ALWAYS = (*SCORED, "evaluate_texts")  # settings that may always change; all others may never
 # The types of the entries of OUT/linearize.pt.
 ENTRIES = {
     "settings": dict,
@@ -55,7 +56,11 @@ class Progress:
         self.softmax_layers: list[int] | None = None
         self.scores: dict[str, str] = {}
         self.complete = False
-        hashes = {"teacher": sha256_of(args.teacher), "data": data_hash([str(args.data)])}
+        hashes = {
+            "teacher": sha256_of(args.teacher),
+            "data": data_hash([str(args.data)]),
+            "validation": data_hash([str(args.data)], "valid", exact=True),
+        }
         settings = vars(args) | hashes
         self.settings = {key: str(value) for key, value in settings.items() if key != "out"}
         model = args.out / CHECKPOINT
@@ -80,7 +85,7 @@ class Progress:
         self.complete = saved["complete"] and not differing and model.exists()
         if "softmax_layers" not in differing:
             self.softmax_layers = saved["softmax_layers"]
-        if "evaluate_rows" not in differing:
+        if not set(SCORED) & set(differing):
             self.scores = saved["scores"]
 
     def _check_entries(self, saved: Any) -> None:

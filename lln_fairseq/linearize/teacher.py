@@ -31,7 +31,10 @@ def require_softmax(teacher: Path) -> int:
     state = load_checkpoint_lazily(str(teacher))
     attention = stored_options(state)["model"].get("attention", STOCK_ATTENTION)
     if attention != STOCK_ATTENTION:
-        raise UserError(f"{teacher} has {attention} attention, but a teacher must have softmax: give another TEACHER")
+        raise UserError(
+            f"{teacher} has {attention} attention, but a teacher must have softmax, as from "
+            "`lln-fairseq convert --attention softmax`"
+        )
     return parameter_sizes(state["model"])["encoder_layers"]
 
 

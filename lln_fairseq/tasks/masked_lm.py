@@ -46,8 +46,8 @@ class LLNMaskedLMTask(HookedTask, MaskedLMTask):
 
     def too_long_advice(self, limit: int) -> str:
         return (
-            f"set --tokens-per-sample (task.tokens_per_sample) to {limit} or raise --max-positions "
-            "(model.max_positions)"
+            f"set --tokens-per-sample (task.tokens_per_sample) to {limit}, or raise --max-tokens (dataset.max_tokens) "
+            "and --max-positions (model.max_positions)"
         )
 
     def padding_advice(self) -> str:

@@ -46,4 +46,7 @@ def read_class_names(source: Path) -> list[str]:
     for path in (directory / "tokenizer/label/dict.txt", directory / "label/dict.txt"):
         if path.is_file():
             return class_names(read_symbols(path))
-    raise UserError(f"{source} has no names of labels: there is no label/dict.txt in {directory} or its tokenizer/")
+    raise UserError(
+        f"{source} has no names of labels: there is no label/dict.txt in {directory} or its tokenizer/. A regression "
+        "has none: leave out --labels and give --regression"
+    )

@@ -184,7 +184,10 @@ def load_vocabulary(source: str) -> Vocabulary:
         return vocabulary
     if (path.parent / MANIFEST).is_file():
         return _from_manifest(path.parent / MANIFEST)
-    raise UserError(f"{path} has neither {MANIFEST} nor spm.model, encoder.json and vocab.bpe, or tokenizer.json")
+    advice = f": give {path / 'tokenizer'}" if (path / "tokenizer").is_dir() else ""
+    raise UserError(
+        f"{path} has neither {MANIFEST} nor spm.model, encoder.json and vocab.bpe, or tokenizer.json{advice}"
+    )
 
 
 def recorded_identity(directory: Path) -> str:

@@ -44,6 +44,8 @@ LAYER_OPTIONS = (
     "rotary",
     "rotary_base",
 )
+# Options that the parameters of a classification head were trained with.
+HEAD_OPTIONS = ("pooler_activation_fn", "pooler_dropout", "pooler_dim", "pooling")
 
 
 def missing_options(config: DictConfig) -> dict[str, Any]:
@@ -72,6 +74,8 @@ def missing_options(config: DictConfig) -> dict[str, Any]:
         return f"model.{key}" not in given and model.get(key) in (None, defaults[key])
 
     names = list(LAYER_OPTIONS)
+    if model.get("load_checkpoint_heads"):
+        names += HEAD_OPTIONS
     if "model" not in given and "model._name" not in given and model["_name"] == f"{OURS}_{DEFAULT_PRESET}":
         names += SIZE_FIELDS
     if "attention" not in given and is_unset("attention"):

@@ -59,8 +59,9 @@ def _explain(trainer: Trainer, error: FloatingPointError, warnings: list[str]) -
         precision = ", bf16 instead of fp16 (common.bf16=true common.fp16=false)"
     return (
         f"update {trainer.get_num_updates() + 1}: {first_line(error)} {_describe_origin(trainer, warnings)}{history} "
-        f"The state is saved in {trainer.cfg.checkpoint.save_dir}/crash.pt. Restart from the last good checkpoint and "
-        f"try a lower learning rate or a longer warm-up, --clip-norm 1, a larger batch{precision}."
+        f"The state is saved in {trainer.cfg.checkpoint.save_dir}/crash.pt. Start a new run (checkpoint.save_dir) from "
+        "the last good checkpoint (checkpoint.finetune_from_model), and try a lower learning rate or a longer warm-up, "
+        f"--clip-norm 1, a larger batch{precision}."
     )
 
 

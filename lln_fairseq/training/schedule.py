@@ -1,5 +1,6 @@
 """Compute the learning rate schedule of a run from its number of updates, for the option --warmup-fraction."""
 
+import logging
 import math
 from typing import Any
 
@@ -7,6 +8,8 @@ from fairseq.optim.lr_scheduler.polynomial_decay_schedule import PolynomialDecay
 from fairseq.trainer import Trainer
 
 from lln_fairseq.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 
 def plan_schedule(trainer: Trainer, batches: int) -> None:
@@ -29,6 +32,27 @@ def plan_schedule(trainer: Trainer, batches: int) -> None:
     scheduler.total_num_update = updates
     scheduler.cfg.warmup_updates = round(fraction * updates)
     trainer.lr_step_update()
+
+
+def warn_of_idle_updates(trainer: Trainer, batches: int) -> None:
+    """Log a warning if the learning rate reaches its end before the run does, or only after its warm-up.
+
+    `batches` is as for `plan_schedule`.
+    """
+    scheduler = trainer.lr_scheduler
+    updates = total_updates(trainer.cfg, batches)
+    if math.isinf(updates) or not isinstance(scheduler, PolynomialDecayLRSchedule):
+        return
+    end = scheduler.total_num_update
+    warmup = scheduler.cfg.warmup_updates
+    advice = "task.warmup_fraction=0.1 fits the schedule to the run"
+    if end < updates:
+        logger.warning(
+            f"the learning rate is {scheduler.cfg.end_learning_rate:g} after update {end:g} of {updates} "
+            f"(lr_scheduler.total_num_update): {advice}"
+        )
+    elif warmup >= updates:
+        logger.warning(f"the run ends after {updates} updates, in its warm-up of {warmup}: {advice}")
 
 
 def total_updates(cfg: Any, batches: int) -> float:

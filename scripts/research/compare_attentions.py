@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+from omegaconf import OmegaConf
 
 from lln_fairseq.analysis.events import Curve, read_curves
 from lln_fairseq.command import run_main
@@ -84,6 +85,10 @@ class Overrides:
             else:
                 self.pretrain.append(override)
                 self.finetune.append(override)
+        if self.corpus != DEMO and DEMO in self.tasks:
+            raise UserError(
+                f"corpus={self.corpus} has another tokenizer than the demo's task: give glue=, such as glue=none"
+            )
         if args.updates:
             self.pretrain.append(f"optimization.max_update={args.updates}")
         if args.finetune_updates:
@@ -123,6 +128,7 @@ def run_attention(
         log = directory / "logs" / f"{name.replace(' ', '_')}.log"
         call_logged(f"{name}: {attention}, seed {seed}", words, log, updates)
 
+    check_budget(directory, recipes["pretrain"].optimization.max_update)
     pretrain_words = train_words("pretrain", directory, overrides.for_pretraining(attention, seed))
     step("pre-train", pretrain_words, recipes["pretrain"].optimization.max_update)
     start = format_override("checkpoint.finetune_from_model", directory / "checkpoint_best.pt")
@@ -130,9 +136,21 @@ def run_attention(
         config = recipes[task]
         updates = config.optimization.get("max_update") or config.lr_scheduler.total_num_update
         task_directory = directory / "glue" / task
+        check_budget(task_directory, updates)
         task_overrides = overrides.for_finetuning(attention, seed, task, args.data)
         step(f"fine-tune on {task}", train_words("finetune", task_directory, [start, *task_overrides]), updates)
         score(task_directory, labeled_splits(Path(config.task.data)), partial(step, f"evaluate on {task}"))
+
+
+def check_budget(directory: Path, updates: int) -> None:
+    """Raise UserError if a directory has a run with another number of updates, which would be continued or not run."""
+    config = directory / "config.yaml"
+    if not config.exists():
+        return
+    stored = OmegaConf.load(config)
+    previous = stored.optimization.get("max_update") or stored.lr_scheduler.total_num_update
+    if previous != updates:
+        raise UserError(f"{directory} has a run of {previous} updates, not {updates}: give another --out")
 
 
 def labeled_splits(data: Path) -> list[str]:

@@ -18,6 +18,7 @@ from lln_fairseq.__main__ import main
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.conversion.convert import convert
 from lln_fairseq.conversion.export import export
+from lln_fairseq.errors import UserError
 from lln_fairseq.inference.evaluate import compute_outputs, load_finetuned_model
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models.adapt import SECOND_TEXT
@@ -59,7 +60,7 @@ def load_exported(folder):
 def test_converted_classifier_gives_same_logits_for_texts_and_pairs(kind, classifiers, tmp_path, capsys):
     model, folder = classifiers[kind]
 
-    assert main(["convert", str(folder), str(tmp_path / "out"), "--attention", "softmax"]) == 0
+    assert main(["convert", str(folder), str(tmp_path / "out")]) == 0
 
     assert "3 labels: not the same, same, the plot" in capsys.readouterr().out
     expected = transformers_logits(model, folder, INPUTS)
@@ -85,6 +86,22 @@ def test_classifier_comes_out_and_in_again(kind, classifiers, tmp_path):
     assert exported.config.id2label == model.config.id2label
     has_code = type(exported).__name__ != "RobertaForSequenceClassification"
     assert has_code == (kind == "distilbert")  # RoBERTa's head has another activation
+
+
+def test_classifier_of_this_project_is_converted_after_an_export(classifiers, tmp_path):
+    advice = "convert the directory that `lln-fairseq export` writes"
+    for kind in ("bert", "roberta"):
+        convert(classifiers[kind][1], tmp_path / kind)
+    with pytest.raises(UserError, match=advice):  # an encoder of fairseq has no second token type
+        convert(tmp_path / "bert/model.pt", tmp_path / "encoder")
+    notes = convert(tmp_path / "roberta/model.pt", tmp_path / "encoder").notes
+    assert any(advice in note for note in notes)
+    export(tmp_path / "bert/model.pt", tmp_path / "exported")
+
+    convert(tmp_path / "exported", tmp_path / "longer", positions=256)
+
+    expected = our_logits(tmp_path / "bert/model.pt", INPUTS)
+    torch.testing.assert_close(our_logits(tmp_path / "longer/model.pt", INPUTS), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_token_types_are_not_used_without_those_of_the_tokenizer(tmp_path):

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from lln_fairseq.__main__ import main
+from lln_fairseq.errors import UserError
+from lln_fairseq.inference.evaluate import compute_outputs, load_finetuned_model
 from tests import fairseq_runs
 from tests.fairseq_runs import (
     CLASSIFICATION,
@@ -134,12 +136,16 @@ def test_predictions_of_unlabeled_split_have_names_of_labels(tuned_on_names, tmp
     assert "has no labels to score" in error
 
 
-def test_labels_in_other_order_are_rejected(tuned_on_names, capsys):
+def test_labels_in_other_order_are_rejected(tuned_on_names, tmp_path, capsys, monkeypatch):
     data, checkpoint = tuned_on_names
     make_dictionary(data / "label" / "dict.txt", ["no", "yes"])
     code, _, error = evaluate(capsys, checkpoint, data)
     assert code == 1
     assert "was trained with the labels ['yes', 'no']" in error
+    start = (*FINE_TUNING, "--finetune-from-model", checkpoint)
+    with pytest.raises(UserError, match=r"was trained with the labels \['yes', 'no'\]"):
+        train(monkeypatch, tmp_path / "log", data, tmp_path / "head", *start, "--load-checkpoint-heads")
+    train(monkeypatch, tmp_path / "log", data, tmp_path / "other", *start)
 
 
 def test_regression_has_correlations_and_scores(tmp_path, monkeypatch, capsys):
@@ -159,8 +165,12 @@ def test_regression_has_correlations_and_scores(tmp_path, monkeypatch, capsys):
     for name in ("pearson", "spearman"):
         assert 100 * scores[name] == pytest.approx(float(log["valid"][-1][f"valid_{name}"]), abs=0.02)
     predictions = [float(value) for value in read_predictions(tsv_file)]
-    assert len(predictions) == 61
-    assert 0 <= min(predictions) <= max(predictions) <= 5
+    model, task = load_finetuned_model(str(checkpoint), str(data))
+    outputs = compute_outputs(model, task, "valid").logits.view(-1)
+    assert predictions == pytest.approx(outputs.tolist(), abs=6e-4)
+    assert evaluate(capsys, checkpoint, data, "--predict", tsv_file, "--scale", 5)[0] == 0
+    scaled = [float(value) for value in read_predictions(tsv_file)]
+    assert scaled == pytest.approx((5 * outputs).clamp(0, 5).tolist(), abs=6e-4)
 
 
 def with_bias(checkpoint, change):

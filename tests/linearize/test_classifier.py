@@ -150,6 +150,21 @@ def test_scores_are_those_of_the_swapped_attentions(teacher, tmp_path, capsys):
         assert scores[label] == f"accuracy {expected['accuracy']:.2%}", label
 
 
+def test_scores_of_other_validation_rows_are_not_kept(teacher, tmp_path, capsys):
+    path, source = teacher
+    data = shutil.copytree(source, tmp_path / "data")
+    assert run(path, data, tmp_path / "out", *SHORT) == 0
+    for file in data.glob("*/train.*"):
+        shutil.copy(file, file.with_name(f"valid{file.suffix}"))
+    capsys.readouterr()
+
+    assert run(path, data, tmp_path / "out", *SHORT) == 0
+
+    scores = printed_scores(capsys.readouterr().out)
+    assert scores["teacher"] == evaluated_score(capsys, path, data)
+    assert scores["after the transfer"] == evaluated_score(capsys, tmp_path / "out/model.pt", data)
+
+
 def test_first_rows_can_be_scored_and_other_rows_later(teacher, tmp_path, capsys):
     path, data = teacher
     assert run(path, data, tmp_path / "out", *SHORT, "--evaluate-rows", 20) == 0

@@ -164,6 +164,7 @@ def test_bad_arguments_end_in_one_line(arguments, message, capsys):
         ("model.attention=elu", "use --attentions instead of"),
         ("pretrain:common.seed=7", "use --seeds instead of"),
         ("pretrain:corpus=wikitext103", "leave out the prefix of corpus="),
+        ("corpus=wikitext103", "another tokenizer than the demo's task: give glue="),
     ],
 )
 def test_override_that_no_run_could_follow_is_refused(override, message):
@@ -204,6 +205,12 @@ def test_runs_finish_and_are_not_repeated(tmp_path, capsys, monkeypatch):
     assert second.out.splitlines()[-4:] == first.out.splitlines()[-4:]
 
     before = (tmp_path / "out" / "comparison.json").read_bytes()
+    code, longer = run("--updates", "5")
+    assert code == 1
+    assert "has a run of 4 updates, not 5: give another --out" in longer.err
+    code, longer = run("--finetune-updates", "3")
+    assert code == 1
+    assert "has a run of 2 updates, not 3: give another --out" in longer.err
     code, changed = run("pretrain:optimization.lr=[0.1]")
     assert code == 1
     assert "optimization.lr" in changed.err

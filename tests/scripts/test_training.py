@@ -36,6 +36,15 @@ def test_failure_shows_the_last_line_and_the_log(program, tmp_path):
     assert log.read_text().count("the reason") == 2
 
 
+def test_tasks_beyond_the_table_end_with_their_files(monkeypatch, capsys):
+    monkeypatch.setattr(training, "finetune", lambda *args: None)
+    arguments = ["glue_all", "runs/a/checkpoint_best.pt", "--seeds", "1", "--tasks", "rte mrpc"]
+    assert training.main(arguments) == 0
+    assert capsys.readouterr().out == (
+        "not in Table 1: rte, mrpc; their scores are in runs/a/glue/TASK/seedN/valid.json\n"
+    )
+
+
 def test_failure_on_the_terminal_says_how_to_continue(program):
     with pytest.raises(UserError, match="exit code 5, see above; run the same command again to continue"):
         training.call([program, "5"])

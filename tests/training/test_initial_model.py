@@ -106,6 +106,16 @@ def test_sizes_and_attention_come_from_checkpoint(joint_checkpoint, finetune_con
     assert "dropout" not in options
 
 
+def test_options_of_a_head_come_from_checkpoint_only_with_the_head(started_run, tmp_path, finetune_config):
+    state = torch.load(started_run.checkpoint)
+    head = {"pooler_activation_fn": "relu", "pooling": "mean", "pooler_dim": 8, "pooler_dropout": 0.2}
+    state["cfg"]["model"].update(head)
+    torch.save(state, tmp_path / "model.pt")
+    start = f"{START}={tmp_path}/model.pt"
+    assert head.items() <= missing_options(finetune_config(start, "model.load_checkpoint_heads=true")).items()
+    assert not head.keys() & missing_options(finetune_config(start)).keys()
+
+
 def test_sizes_that_are_not_stored_come_from_parameters_and_preset(started_run, tmp_path, finetune_config):
     state = torch.load(started_run.checkpoint)
     for key in SIZES:

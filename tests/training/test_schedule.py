@@ -1,5 +1,6 @@
 """--warmup-fraction sets the learning rate schedule from the number of updates."""
 
+import logging
 import math
 from types import SimpleNamespace
 
@@ -20,6 +21,26 @@ def test_learning_rate_rises_and_falls_over_all_epochs(corpus, tmp_path, monkeyp
     schedule = (*POLYNOMIAL, "--warmup-fraction", 0.5, "--batch-size", 16, "--max-epoch", 2)
     log = train(monkeypatch, tmp_path / "log", corpus, tmp_path / "run", *MASKED_LM, *LLN, *schedule)
     assert learning_rates(log) == {1: 0.0005, 2: 0.001, 3: 0.0005, 4: 0.0}
+
+
+@pytest.mark.parametrize(
+    ("last", "warmup", "warning"),
+    [
+        (2, 0, "the learning rate is 0 after update 2 of 3"),
+        (3, 3, "the run ends after 3 updates, in its warm-up of 3"),
+        (3, 2, None),
+    ],
+)
+def test_schedule_that_does_not_fit_the_run_has_a_warning(last, warmup, warning, corpus, tmp_path, monkeypatch, caplog):
+    schedule = (*POLYNOMIAL, "--total-num-update", last, "--warmup-updates", warmup, "--max-update", 3)
+    with caplog.at_level(logging.WARNING):
+        train(monkeypatch, tmp_path / "log", corpus, tmp_path / "run", *MASKED_LM, *LLN, *schedule)
+    warnings = [message for message in caplog.messages if "task.warmup_fraction" in message]
+    if warning is None:
+        assert warnings == []
+    else:
+        assert len(warnings) == 1
+        assert warnings[0].startswith(warning)
 
 
 @pytest.mark.parametrize(
