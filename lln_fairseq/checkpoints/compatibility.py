@@ -46,10 +46,10 @@ def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, p
     options = getattr(model, "args", {})
     stored = stored_options(state)["model"]
     check_sizes(state, options, path)
-    if options.get("load_checkpoint_heads"):
-        check_model_labels(state, task, path)
     if "attention" not in options or not stored:
         return
+    if options.get("load_checkpoint_heads"):
+        check_model_labels(state, task, path)
     norms_before, stored_norms_before = (bool(group.get("encoder_normalize_before")) for group in (options, stored))
     if norms_before != stored_norms_before:
         raise UserError(

@@ -138,7 +138,7 @@ BAD_OPTIONS = [
     (("--lln-diag-block-size", "0"), "block_size must be at least 1, got 0"),
     (
         ("--max-positions", "32"),
-        "a sample has 64 tokens, but the model .* at most 32: set --tokens-per-sample .* or raise --max-positions",
+        "a sample has 64 tokens, but the model .* at most 32: set --tokens-per-sample .* or raise --max-tokens",
     ),
 ]
 
