@@ -63,6 +63,10 @@ def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, p
         stored_value = stored.get(key, default)
         if value != stored_value:
             logger.warning(f"{path} was trained with {key} = {stored_value}, here it is {value}")
+    layers = softmax_layers(options)
+    stored_layers = softmax_layers(stored)
+    if layers != stored_layers:
+        logger.warning(f"{path} was trained with softmax_layers = {stored_layers}, here it is {layers}")
     name = options["attention"]
     stored_name = stored.get("attention", STOCK_ATTENTION)
     if name != stored_name:
@@ -82,10 +86,6 @@ def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, p
         value = option_value(key, options[key], options)
         if stored_value != value:
             logger.warning(f"{path} was trained with {key} = {stored_value}, here it is {value}")
-    layers = softmax_layers(options)
-    stored_layers = softmax_layers(stored)
-    if layers != stored_layers:
-        logger.warning(f"{path} was trained with softmax_layers = {stored_layers}, here it is {layers}")
 
 
 def option_value(key: str, value: Any, options: Mapping[str, Any]) -> str:
