@@ -29,6 +29,14 @@ from lln_fairseq.text.labels import class_names
 from lln_fairseq.text.vocabulary import recorded_identity
 
 LENGTHS = ("max_positions", "tokens_per_sample")  # options of our tasks that state a length
+# Options whose change is only logged, with their defaults in checkpoints that do not state them.
+COMPARED_OPTIONS = {
+    "rotary": False,
+    "rotary_base": 10000.0,
+    "pair_form": ROBERTA_PAIRS,
+    "activation_fn": "gelu",
+    "layer_norm_eps": 1e-5,
+}
 PRESET_HEADS = {name: sizes[SIZE_FIELDS.index("encoder_attention_heads")] for name, sizes in PRESETS.items()}
 ANY_INPUTS = "any"  # the entry "inputs" of the plugin's state, see `takes_any_inputs`
 
@@ -50,17 +58,16 @@ def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, p
         return
     if options.get("load_checkpoint_heads"):
         check_model_labels(state, task, path)
-    norms_before, stored_norms_before = (bool(group.get("encoder_normalize_before")) for group in (options, stored))
-    if norms_before != stored_norms_before:
+    is_pre_norm = bool(options.get("encoder_normalize_before"))
+    was_pre_norm = bool(stored.get("encoder_normalize_before"))
+    if is_pre_norm != was_pre_norm:
         raise UserError(
-            f"{path} was trained with encoder_normalize_before = {stored_norms_before}, here it is {norms_before}, and "
-            "neither has the other's norms: leave out this option, or attention=local_global, which sets it"
+            f"{path} was trained with encoder_normalize_before = {was_pre_norm}, here it is {is_pre_norm}, and a model "
+            "needs the norms that it was trained with: leave out this option, or attention=local_global, which sets it"
         )
-    defaults = {"rotary": False, "pair_form": ROBERTA_PAIRS}
-    for key in (*defaults, "rotary_base", "activation_fn", "layer_norm_eps"):
-        default = defaults.get(key, options.get(key))
-        value = options.get(key, default)
-        stored_value = stored.get(key, default)
+    for key in COMPARED_OPTIONS:
+        value = options.get(key, COMPARED_OPTIONS[key])
+        stored_value = stored.get(key, COMPARED_OPTIONS[key])
         if value != stored_value:
             logger.warning(f"{path} was trained with {key} = {stored_value}, here it is {value}")
     layers = softmax_layers(options)

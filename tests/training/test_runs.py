@@ -262,6 +262,7 @@ def test_finetuning_rejects_another_dictionary(symbols, started_run, tmp_path, m
         ({"softmax_layers": "1"}, ("--softmax-layers", "every:2"), None),
         ({}, ("--rotary",), "rotary = False, here it is True"),
         ({"rotary": True}, (), "rotary = True, here it is False"),
+        ({"activation_fn": "relu"}, (), "activation_fn = relu, here it is gelu"),
     ],
 )
 def test_finetuning_warns_of_another_attention(
