@@ -25,6 +25,7 @@ from lln_fairseq.checkpoints.reading import plugin_state
 from lln_fairseq.errors import UserError, user_errors
 from lln_fairseq.models.adapt import EMBEDDING, POSITIONS
 from lln_fairseq.models.presets import PRESETS, SIZE_FIELDS
+from lln_fairseq.ops.rotary import BASE
 from lln_fairseq.text.labels import class_names
 from lln_fairseq.text.vocabulary import recorded_identity
 
@@ -32,7 +33,7 @@ LENGTHS = ("max_positions", "tokens_per_sample")  # options of our tasks that st
 # Options whose change is only logged, with their defaults in checkpoints that do not state them.
 COMPARED_OPTIONS = {
     "rotary": False,
-    "rotary_base": 10000.0,
+    "rotary_base": BASE,
     "pair_form": ROBERTA_PAIRS,
     "activation_fn": "gelu",
     "layer_norm_eps": 1e-5,
