@@ -34,8 +34,8 @@ def plan_schedule(trainer: Trainer, batches: int) -> None:
     trainer.lr_step_update()
 
 
-def warn_of_idle_updates(trainer: Trainer, batches: int) -> None:
-    """Log a warning if the learning rate reaches its end long before the run does, or the run ends in the warm-up.
+def warn_of_unfit_schedule(trainer: Trainer, batches: int) -> None:
+    """Log a warning if the learning rate ends before 95 % of the run's updates, or the run ends in the warm-up.
 
     `batches` is as for `plan_schedule`.
     """

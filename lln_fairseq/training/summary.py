@@ -12,7 +12,7 @@ from lln_fairseq.checkpoints.compatibility import option_value
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION, plain_options, softmax_layers
 from lln_fairseq.models.options import attention_options
 from lln_fairseq.training.padding_report import row_lengths
-from lln_fairseq.training.schedule import total_updates, warn_of_idle_updates
+from lln_fairseq.training.schedule import total_updates, warn_of_unfit_schedule
 
 CONFIGURATION = "config.yaml"  # in save_dir; a resumed run replaces it
 
@@ -41,7 +41,7 @@ def log_summary(trainer: Trainer, iterator: EpochBatchIterating) -> None:
         lines.append(("resumes", f"after update {done:,}"))
     for name, value in lines:
         logger.info(f"{name:<11}{value}")
-    warn_of_idle_updates(trainer, len(iterator))
+    warn_of_unfit_schedule(trainer, len(iterator))
 
 
 def _data(cfg: Any, task: Any) -> str:
