@@ -48,8 +48,8 @@ def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, p
     """Check that a checkpoint can be loaded into a model, and log a warning if its attention or an option differs.
 
     UserError is raised if the checkpoint was trained with another dictionary or tokenizer than the task's, or with
-    other labels if its classification head is loaded, if it has other sizes or norms, or if the two attentions differ
-    and one of them replaces whole encoder layers. The checkpoint can be loaded lazily.
+    other labels if its classification head is loaded, if it has other sizes or its layer norms in other places, or if
+    the two attentions differ and one of them replaces whole encoder layers. The checkpoint can be loaded lazily.
     """
     check_model_dictionary(state, task, path)
     options = getattr(model, "args", {})
