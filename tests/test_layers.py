@@ -21,7 +21,7 @@ ALLOWED_IMPORTS = {
     "models": {"attention", "errors", "ops"},
     "criterions": {"errors", "scores"},
     "analysis": {"attention", "ops"},
-    "checkpoints": {"attention", "errors", "files", "models", "text"},
+    "checkpoints": {"attention", "errors", "files", "models", "ops", "text"},
     "training": {"analysis", "attention", "checkpoints", "command", "errors", "files", "models", "text"},
     "fairseq_compat": {"attention", "checkpoints", "errors", "training"},
     "tasks": {"attention", "checkpoints", "criterions", "errors", "fairseq_compat", "models", "text", "training"},
