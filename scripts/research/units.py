@@ -58,6 +58,7 @@ LONG_TASKS = ("qnli16", "qnli64")
 # Attention specs by name, for each kind of unit. The same name can have other block sizes in another kind, for other
 # lengths of text. `all_units` says which names run on which task.
 LONG_BLOCKS = "block_size=128,global_tokens=first_segment"
+LONG_WINDOW = "window:block_size=48,global_tokens=first_segment"
 JOINT = "lln_diag:mix=joint_offset,gain=learned,block_size=32"
 CONVERTED = {
     SOFTMAX: SOFTMAX,
@@ -85,11 +86,12 @@ CONVERTED = {
     "tnn": "tnn",
     "block_diag_global_128": f"block_diag:{LONG_BLOCKS}",
     "joint_offset_global_128": f"lln_diag:mix=joint_offset,gain=learned,{LONG_BLOCKS}",
+    "window_global": LONG_WINDOW,
 }
 FINE_TUNED = {
     SOFTMAX: SOFTMAX,
     "block_diag_global": f"block_diag:{LONG_BLOCKS}",
-    "window_global": "window:block_size=48,global_tokens=first_segment",
+    "window_global": LONG_WINDOW,
     "joint_offset_global": f"lln_diag:mix=joint_offset,gain=learned,{LONG_BLOCKS}",
     "lln_diag": "lln_diag:mix=average,gain=none,block_size=128",
 }
@@ -100,7 +102,7 @@ SOFTMAX_LAYERS = {
     "joint_offset_softmax": "2,5",
     "window_softmax_last": "3",
 }
-CONVERTED_ON_LONG_PAIRS = ("block_diag_global_128", "joint_offset_global_128")
+CONVERTED_ON_LONG_PAIRS = ("block_diag_global_128", "joint_offset_global_128", "window_global")
 # On "QQP among four", neither text is short enough to be global.
 ON_QQP4 = (
     "block_diag",
