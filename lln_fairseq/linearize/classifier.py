@@ -39,11 +39,14 @@ class ClassifierLinearization(Linearization):
     def train(self, writer: SummaryWriter) -> None:
         students = self.students
         self.scores.report("teacher")
-        self.scores.report(f"{self.args.attention} swapped in without training", students.students)
-        self.progress.train("transfer", students, self.train_rows, self.longest, writer)
-        self.scores.report("after the transfer", students.students)
+        stage = f"{self.args.attention} swapped in without training"
+        self.scores.report(stage, students.students)
+        if students.steps:
+            self.progress.train("transfer", students, self.train_rows, self.longest, writer)
+            stage = "after the transfer"
+            self.scores.report(stage, students.students)
         for name, branch in students.branches().items():
-            self.scores.report(f"after the transfer, {name}", branch)
+            self.scores.report(f"{stage}, {name}", branch)
         self.progress.save_if_trained()
 
         if self.args.softmax_layers:

@@ -80,4 +80,4 @@ class DevScores:
 
 def format_score(label: str, score: str) -> str:
     """Return a line of a report, with a label and a formatted score."""
-    return f"  {label:44s} {score}"
+    return f"  {label:48s} {score}"

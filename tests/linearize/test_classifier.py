@@ -140,10 +140,12 @@ def test_scores_are_those_of_the_swapped_attentions(teacher, tmp_path, capsys):
     model, task = load_model(str(path), str(data))
     options = {"mix": "joint_offset", "gain": "learned", "block_size": 8}
     students = Students(model, "lln_diag", options, 0.01, 0, seed=1)
-    attentions = {"lln_diag swapped in without training": students.students, "after the transfer": students.students}
+    swapped = "lln_diag swapped in without training"
+    attentions = {swapped: students.students}
     for name, branch in students.branches().items():
-        attentions[f"after the transfer, {name}"] = branch
+        attentions[f"{swapped}, {name}"] = branch
 
+    assert list(scores) == ["teacher", *attentions]
     for label, modules in attentions.items():
         with swapped_attention(students.layers, modules):
             expected = compute_scores(task, compute_outputs(model, task, "valid"))
@@ -377,9 +379,11 @@ def test_blocks_of_softmax_have_no_transfer(teacher, tmp_path, capsys):
 
     report = capsys.readouterr().out
     assert re.search(r"^stages +distillation \(3 steps\)", report, re.MULTILINE)
-    scores = printed_scores(report)
-    assert scores["after the transfer"] == scores["block_diag swapped in without training"]
-    assert "after the distillation" in scores
+    assert list(printed_scores(report)) == [
+        "teacher",
+        "block_diag swapped in without training",
+        "after the distillation",
+    ]
 
 
 def test_padding_does_not_change_the_losses(teacher):
