@@ -10,6 +10,7 @@ from fairseq.trainer import Trainer
 
 from lln_fairseq.checkpoints.compatibility import option_value
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION, plain_options, softmax_layers
+from lln_fairseq.checkpoints.saving import LAST
 from lln_fairseq.models.options import attention_options
 from lln_fairseq.training.padding_report import row_lengths
 from lln_fairseq.training.schedule import total_updates, warn_of_unfit_schedule
@@ -54,11 +55,10 @@ def _model(cfg: Any, model: Any) -> str:
     sizes = []
     for size in ("layers", "embed_dim", "attention_heads"):
         sizes.append(getattr(options, f"encoder_{size}", "?"))
-    text = f"{cfg.model._name}: layers {sizes[0]}, width {sizes[1]}, heads {sizes[2]}"
-    start = cfg.checkpoint.finetune_from_model
-    if start:
-        return f"{text}, from {start}"
-    return text
+    start = cfg.checkpoint.finetune_from_model or "random weights"
+    if cfg.checkpoint.restore_file != LAST:
+        start = cfg.checkpoint.restore_file
+    return f"{cfg.model._name}: layers {sizes[0]}, width {sizes[1]}, heads {sizes[2]}, from {start}"
 
 
 def _attention(cfg: Any, model: Any) -> str:

@@ -24,7 +24,7 @@ def test_log_begins_with_summary(run_copy, tmp_path, monkeypatch, caplog):
     lines = [record.getMessage() for record in caplog.records if record.funcName == "log_summary"]
     logged = dict(re.split(r" +", line, maxsplit=1) for line in lines if not line.startswith("saves to"))
     assert re.fullmatch(rf"{run_copy.corpus}: \d+ rows in train, \d+ rows in valid", logged["data"])
-    assert logged["model"] == "lln_roberta_tiny: layers 2, width 32, heads 2"
+    assert logged["model"] == "lln_roberta_tiny: layers 2, width 32, heads 2, from random weights"
     assert re.match("lln_diag constants=calibrated .* block_size=16 mix=average", logged["attention"])
     assert re.fullmatch(r"\d\d,\d{3}", logged["parameters"])
     assert re.fullmatch(r"3 \(\d\.?\d* epochs\), learning rate 0.001, fixed", logged["updates"])
@@ -36,6 +36,15 @@ def test_log_begins_with_summary(run_copy, tmp_path, monkeypatch, caplog):
     assert yaml.safe_load((run_copy.save_dir / "config.yaml").read_text())["model"]["encoder_embed_dim"] == 32
     assert max(len(record.getMessage()) for record in caplog.records) < 1000
     assert not {record.name for record in caplog.records} & {name for name, words in DETAILS.items() if not words}
+
+
+@pytest.mark.parametrize("option", ["--finetune-from-model", "--restore-file"])
+def test_summary_names_the_checkpoint_that_a_run_starts_from(option, started_run, tmp_path, monkeypatch, caplog):
+    changes = (option, started_run.checkpoint, "--max-update", 3)
+    with caplog.at_level(logging.INFO):
+        train(monkeypatch, tmp_path / "log", started_run.corpus, tmp_path / "run", *RUN_OPTIONS, *changes)
+
+    assert f"heads 2, from {started_run.checkpoint}\n" in caplog.text
 
 
 def test_autocast_keeps_weights_and_gradients_in_float32(corpus, tmp_path, monkeypatch, caplog):
