@@ -99,12 +99,12 @@ def convert(
         if attention is None:
             default = STOCK_ATTENTION if encoder.is_classifier else RobertaConfig.attention
             attention = encoder.options.get("attention", default)
-        change_attention(encoder, attention)
-        if positions is not None:
-            change_max_positions(encoder, positions)
         if softmax_layers is not None:
             numbers = parse_softmax_layers(softmax_layers, encoder.options["encoder_layers"])
-            encoder.options["softmax_layers"] = format_softmax_layers(numbers)
+            softmax_layers = format_softmax_layers(numbers)
+        change_attention(encoder, attention, softmax_layers)
+        if positions is not None:
+            change_max_positions(encoder, positions)
         write_converted_encoder(encoder, directory)
     return encoder
 
@@ -142,10 +142,11 @@ def check_outputs(encoder: ImportedEncoder, source: Path) -> None:
             )
 
 
-def change_attention(encoder: ImportedEncoder, attention: str) -> None:
-    """Set the attention of an encoder in place.
+def change_attention(encoder: ImportedEncoder, attention: str, softmax_layers: str | None) -> None:
+    """Set the attention of an encoder and its layers with softmax in place.
 
-    If that is not the source's, the parameters and options of the source's attention are removed, with a note.
+    If the attention is not the source's, the parameters and options of the source's attention are removed, with a note.
+    Without `softmax_layers`, only the same attention keeps those of the source.
     """
     previous = encoder.options.get("attention", attention)
     if previous != attention:
@@ -154,8 +155,11 @@ def change_attention(encoder: ImportedEncoder, attention: str) -> None:
         for key in [key for key in encoder.options if key.startswith(f"{previous}_")]:
             del encoder.options[key]
         encoder.options["softmax_layers"] = None
-        encoder.notes.append(f"{attention} replaces {previous} in all layers")
+        layers = "all layers" if softmax_layers is None else f"all layers but {softmax_layers}"
+        encoder.notes.append(f"{attention} replaces {previous} in {layers}")
     encoder.options["attention"] = attention
+    if softmax_layers is not None:
+        encoder.options["softmax_layers"] = softmax_layers
 
 
 def change_max_positions(encoder: ImportedEncoder, positions: int) -> None:

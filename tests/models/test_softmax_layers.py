@@ -181,6 +181,9 @@ def test_conversion_keeps_window_and_softmax_layers(trained, tmp_path, monkeypat
     options = load_checkpoint_lazily(str(tmp_path / "other/model.pt"))["cfg"]["model"]
     assert (options["attention"], options.get("softmax_layers")) == ("lln", None)
 
+    assert main([*arguments, str(tmp_path / "mixed"), "--attention", "lln", "--softmax-layers", "0,1"]) == 0
+    assert "lln replaces window in all layers but 0,1\n" in capsys.readouterr().out
+
 
 def test_analyze_measures_both_kinds_of_layers(trained, capsys):
     checkpoint = trained / "run/checkpoint_last.pt"
