@@ -16,6 +16,7 @@ from lln_fairseq.analysis import report
 from lln_fairseq.analysis.probe import spread_batches
 from lln_fairseq.errors import UserError, user_errors
 from lln_fairseq.inference.loading import load_model
+from lln_fairseq.inference.outputs import check_output, output_path
 
 
 def main(argv: list[str]) -> None:
@@ -33,15 +34,17 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--png", type=Path, help="write a figure to this file")
     args = parser.parse_args(argv)
     for path in (args.json, args.png):
-        if path and not path.parent.is_dir():
-            raise UserError(f"no such directory: {path.parent}")
+        if path is not None:
+            check_output(path)
     with user_errors():
         result = analyze_checkpoint(args.checkpoint, args.data, args.split, args.batches, args.batch_size)
     print(f"{args.checkpoint}, split '{args.split}': {report.format_report(result)}")
     if args.json:
-        args.json.write_text(json.dumps(result.as_json(), indent=2) + "\n")
+        with output_path(args.json) as out:
+            out.write_text(json.dumps(result.as_json(), indent=2) + "\n")
     if args.png:
-        report.draw_report(result, args.png)
+        with output_path(args.png) as out:
+            report.draw_report(result, out)
 
 
 def analyze_checkpoint(

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lln_fairseq.checkpoints.pooling import POOLINGS
 from lln_fairseq.errors import UserError
-from lln_fairseq.files import atomic_path
-from lln_fairseq.inference.predict import add_text_options, open_lines, reject_input_as_output
+from lln_fairseq.inference.outputs import output_path, reject_input_as_output
+from lln_fairseq.inference.predict import add_text_options, open_lines
 from lln_fairseq.inference.text_model import load_text_model
 from lln_fairseq.text.text_ids import LongTextError
 
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
     with open_lines(args.input) as lines:
         model = load_text_model(args.checkpoint, args.data, args.tokenizer, args.precision, args.positions)
         vectors = model.encode_each(lines, args.pooling, args.normalize, args.on_long)
-        with atomic_path(args.output) as part, part.open("wb") as file:
+        with output_path(args.output) as part, part.open("wb") as file:
             try:
                 write_vectors(file, vectors, model.width)
             except LongTextError as error:

@@ -30,6 +30,7 @@ from lln_fairseq.inference.loading import (
     set_positions,
     use_precision,
 )
+from lln_fairseq.inference.outputs import check_output, output_path
 from lln_fairseq.scores import ClassCounts, pearson, spearman
 from lln_fairseq.text.text_ids import BATCH_TOKENS
 
@@ -187,7 +188,8 @@ def write_predictions(path: Path, predictions: list[str]) -> None:
     lines = ["index\tprediction"]
     for row, prediction in enumerate(predictions):
         lines.append(f"{row}\t{prediction}")
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with output_path(path) as out:
+        out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def report_split(
@@ -213,7 +215,8 @@ def report_split(
     metrics = [text.format(scores[name], label=label) for name, text in METRIC_FORMATS.items() if name in scores]
     print(f"{split}: {scores['rows']} rows, {', '.join(metrics)}")
     if json_file:
-        _file_of_split(json_file, split).write_text(json.dumps(scores, indent=2) + "\n")
+        with output_path(_file_of_split(json_file, split)) as out:
+            out.write_text(json.dumps(scores, indent=2) + "\n")
 
 
 def _file_of_split(file: Path, split: str) -> Path:
@@ -252,8 +255,10 @@ def main(argv: list[str]) -> None:
         if file and len(splits) > 1 and SPLIT_PLACEHOLDER not in file.name:
             parser.error(f"--{option} must have {SPLIT_PLACEHOLDER} in the file's name for several splits, got {file}")
     for file in (args.json, args.predict):
-        if file and not file.parent.is_dir():  # checked first, because the evaluation takes long
-            raise UserError(f"cannot write {file}: no such directory: {file.parent}")
+        if file is not None:  # checked first, because the evaluation takes long
+            check_output(file)
+    if args.json is not None and args.json == args.predict:
+        parser.error(f"--json and --predict must be different files, got {args.json} for both")
     warnings.filterwarnings("ignore", "'pin_memory' argument is set as true")  # fairseq sets it on a CPU, too
     model, task = load_finetuned_model(args.checkpoint, args.data, args.positions)
     use_precision(model, args.precision)

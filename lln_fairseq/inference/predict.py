@@ -8,7 +8,6 @@ line. A tab alone is a pair of two empty texts.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,13 +18,11 @@ from typing import TextIO
 from tqdm import tqdm
 
 from lln_fairseq.errors import UserError
-from lln_fairseq.files import atomic_path
 from lln_fairseq.inference.loading import add_positions_option, add_precision_option
+from lln_fairseq.inference.outputs import STANDARD_STREAM, output_path, reject_input_as_output
 from lln_fairseq.inference.text_model import Prediction, TextModel, load_text_model
 from lln_fairseq.text.read_lines import read_lines
 from lln_fairseq.text.text_ids import ON_LONG, LongTextError
-
-STANDARD_STREAM = "-"  # standard input or standard output
 
 
 def main(argv: list[str]) -> None:
@@ -129,21 +126,11 @@ def open_lines(name: str) -> Iterator[Iterable[str]]:
         yield tqdm(read_lines(sys.stdin.buffer, "standard input"), unit=" lines", disable=None)
 
 
-def reject_input_as_output(input_name: str, output_name: str | Path) -> None:
-    """Raise UserError if the output would replace the file that the texts are read from."""
-    if os.path.isfile(input_name) and os.path.isfile(output_name) and os.path.samefile(input_name, output_name):
-        raise UserError(f"--output would replace the texts of --input, {input_name}: give another file")
-
-
 @contextmanager
 def _open_output(name: str) -> Iterator[TextIO]:
-    """Open standard output, a device, or a file; a file is replaced only when the context ends without an error."""
-    path = Path(name)
+    """Open standard output or a file, see `output_path`."""
     if name == STANDARD_STREAM:
         yield sys.stdout
-    elif path.exists() and not path.is_file():
-        with path.open("w", encoding="utf-8") as out:
-            yield out
     else:
-        with atomic_path(path) as part, part.open("w", encoding="utf-8", newline="\n") as out:
+        with output_path(Path(name)) as path, path.open("w", encoding="utf-8", newline="\n") as out:
             yield out

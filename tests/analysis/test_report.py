@@ -122,7 +122,11 @@ def assert_error_of_one_line(result, message):
 
 @pytest.mark.parametrize(
     ("option", "value", "message"),
-    [("--batches", 0, "must be at least 1"), ("--json", "no/folder.json", "no such directory: .*no")],
+    [
+        ("--batches", 0, "must be at least 1"),
+        ("--json", "no/folder.json", "no such directory: .*no"),
+        ("--png", ".", "is a directory"),
+    ],
 )
 def test_wrong_option_is_rejected(option, value, message, trained, tmp_path, monkeypatch, capsys):
     data, checkpoints = trained

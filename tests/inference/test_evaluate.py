@@ -231,6 +231,7 @@ def test_bad_input_is_reported_in_one_line(tuned, tmp_path, monkeypatch, capsys)
         ([checkpoint, other], "the dictionary of .*other is not the one"),
         ([checkpoint, data, "--split", "nope"], "cannot load split 'nope'"),
         (["unread.pt", data, "--predict", tmp_path / "P" / "{split}.tsv"], "cannot write .*: no such directory: .*P$"),
+        (["unread.pt", data, "--json", ""], r"cannot write \.: it is a directory"),
     ]
     for arguments, message in cases:
         code, _, error = evaluate(capsys, *arguments)
