@@ -106,6 +106,7 @@ def export(
             pooling = stored_pooling(state)
         is_encoder = pooling is not None
         exported = convert_to_hugging_face(model.cpu().state_dict(), args, options, head, labels, is_encoder)
+        longest = min(longest_exported_sequence(exported.config), task.max_positions())  # as in `predict`
         directories = [checkpoint.parent / FOLDER, checkpoint.parent, Path(task.cfg.data), Path(task.cfg.data).parent]
         source_files = _tokenizer_files(tokenizer, directories)
         files: dict[str, bytes] = {}
@@ -116,8 +117,7 @@ def export(
             vocabulary = Vocabulary(make_tokenizer(kind, source_files), dictionary)
             if vocabulary.missing:
                 lines.append(vocabulary.missing_message())
-            positions = longest_exported_sequence(exported.config)
-            files = convert_tokenizer(vocabulary, positions, args.pair_form)
+            files = convert_tokenizer(vocabulary, longest, args.pair_form)
             new_rows = count_ids(files) - vocabulary.size
             if new_rows > 0:
                 _add_unknown_rows(model, new_rows)
@@ -125,12 +125,12 @@ def export(
         has_tokenizer = TOKENIZER in files
         if pooling is not None:
             features = exported.config["hidden_size"]
-            files |= pooling_files(pooling, features, longest_exported_sequence(exported.config))
+            files |= pooling_files(pooling, features, longest)
         files[CONFIG] = (json.dumps(exported.config, indent=2, ensure_ascii=False) + "\n").encode()
         if "auto_map" in exported.config:
             files |= modeling_files()
         approximate = is_approximate(source_files)
-        card = model_card(exported.config, exported.purpose, has_tokenizer, approximate, pooling, onnx or int8)
+        card = model_card(exported.config, exported.purpose, longest, has_tokenizer, approximate, pooling, onnx or int8)
         files["README.md"] = card.encode()
         for name, content in files.items():
             (directory / name).parent.mkdir(exist_ok=True)

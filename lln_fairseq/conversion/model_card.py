@@ -29,6 +29,7 @@ SEGMENTS = (
 def model_card(
     config: Mapping[str, Any],
     purpose: str,
+    longest: int,
     has_tokenizer: bool,
     is_approximate: bool,
     pooling: Pooling | None = None,
@@ -39,6 +40,7 @@ def model_card(
     Args:
         config: the content of the exported config.json.
         purpose: "ForMaskedLM", "ForSequenceClassification" or SENTENCE_VECTORS.
+        longest: tokens of the longest sequence.
         has_tokenizer: whether the model is exported with a tokenizer.
         is_approximate: whether the exported tokenizer encodes some texts differently from the original one.
         pooling: the pooling of an encoder of sentence vectors.
@@ -59,11 +61,11 @@ def model_card(
     else:
         lines += _usage(config, purpose, has_tokenizer)
     lines += ["", "## Properties", ""]
-    longest = longest_exported_sequence(config)
     lines.append(f" - longest sequence: {longest} tokens")
     if has_onnx:
         lines.append(
-            f" - model.onnx: for batches of at least one sequence, each of 1 to {longest} tokens with its padding"
+            " - model.onnx: for batches of at least one sequence, each of 1 to "
+            f"{longest_exported_sequence(config)} tokens with its padding"
         )
     has_blocks = config.get("attention") in ("lln_diag", "block_diag", "window")
     if has_blocks or (pooling is not None and pooling.mode == "cls"):

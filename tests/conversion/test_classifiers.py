@@ -70,6 +70,21 @@ def test_converted_classifier_gives_same_logits_for_texts_and_pairs(kind, classi
     assert [prediction.label for prediction in predictions] == [LABELS[row] for row in expected.argmax(dim=-1)]
 
 
+def test_exported_tokenizer_cuts_where_predict_does(classifiers, tmp_path):
+    convert(classifiers["roberta"][1], tmp_path / "in")
+    state = torch.load(tmp_path / "in" / "model.pt")
+    state["cfg"]["task"]["max_positions"] = 12  # as after fine-tuning on shorter texts than the model takes
+    torch.save(state, tmp_path / "in" / "model.pt")
+
+    export(tmp_path / "in" / "model.pt", tmp_path / "out")
+
+    assert load(tmp_path / "in" / "model.pt").longest == 12
+    assert "longest sequence: 12 tokens" in (tmp_path / "out" / "README.md").read_text()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    ids = tokenizer(" ".join(TEXTS * 5), truncation=True)["input_ids"]
+    assert len(ids) == 12
+
+
 @pytest.mark.parametrize("kind", CLASSIFIERS)
 def test_classifier_comes_out_and_in_again(kind, classifiers, tmp_path):
     model, folder = classifiers[kind]
