@@ -138,14 +138,18 @@ def open_tree(path: Path) -> FileTree:
 def _open_tar(path: Path) -> FileTree:
     """Return the tree of the files in a tar archive, after reading the whole archive. Links are left out."""
     archive = tarfile.open(path)  # noqa: SIM115  it stays open for the files of the tree
-    openers = {member.name: partial(archive.extractfile, member) for member in archive if member.isfile()}
+    openers = {}
+    for member in archive:
+        if member.isfile():
+            openers[str(PurePosixPath(member.name))] = partial(archive.extractfile, member)
     read_to_end(archive)
     return FileTree(str(path), openers, archive=path)
 
 
 def _open_zip(path: Path) -> FileTree:
     archive = zipfile.ZipFile(path)
-    openers = {name: partial(archive.open, name) for name in archive.namelist() if not name.endswith("/")}
+    names = [name for name in archive.namelist() if not name.endswith("/")]
+    openers = {str(PurePosixPath(name)): partial(archive.open, name) for name in names}
     return FileTree(str(path), openers, archive=path)
 
 
@@ -172,8 +176,9 @@ def read_matching_files(source: Path, matches: Callable[[str], bool]) -> Iterato
         with tarfile.open(source) as archive:
             for member in archive:
                 archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep millions of them
-                if member.isfile() and matches(member.name):
-                    yield member.name, cast(BinaryIO, archive.extractfile(member))
+                name = str(PurePosixPath(member.name))
+                if member.isfile() and matches(name):
+                    yield name, cast(BinaryIO, archive.extractfile(member))
             read_to_end(archive)
     elif zipfile.is_zipfile(source):
         tree = open_tree(source)

@@ -29,6 +29,7 @@ from .archives import damage_as_data_error, list_matching_files, read_matching_f
 from .lra_tasks import LraTask
 
 IMAGE_SIZE = 32  # pixels, the side of a picture of Pathfinder and CIFAR-10
+CIFAR_FILES = (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin")
 CIFAR_ROW_BYTES = 1 + 3 * IMAGE_SIZE * IMAGE_SIZE  # the class, then the pixels in red, green and blue
 FILE_PATTERNS = {
     "listops": r"(^|/)basic_(train|val|test)\.tsv$",
@@ -160,6 +161,12 @@ def _read_reviews(source: Path, length: int, rows: RowsBySplit) -> None:
         if not text:
             raise UserError(f"{source}: {name} is empty")
         texts[split].append((f"{label}/{file}", text))
+    for split, reviews in texts.items():
+        names = {name for name, _ in reviews}
+        if len(names) < len(reviews):
+            raise UserError(f"{source} has a review of {split} twice: expected {FILE_DESCRIPTIONS['text']}")
+        if len({name.partition("/")[0] for name in names}) == 1:
+            raise UserError(f"{source} has reviews of one class only in {split}: expected {FILE_DESCRIPTIONS['text']}")
     for split, published_split in (("train", "train"), ("valid", "test"), ("test", "test")):
         for name, text in sorted(texts[published_split]):
             rows[split].add(name.partition("/")[0], text)
@@ -239,6 +246,9 @@ def _read_images(task: LraTask, source: Path, rows: RowsBySplit) -> None:
                 f"{source}: {name} does not hold pictures of {IMAGE_SIZE} x {IMAGE_SIZE} pixels in three colors"
             )
         batches[name.rpartition("/")[2]] = content.reshape(-1, CIFAR_ROW_BYTES)
+    missing = [name for name in CIFAR_FILES if name not in batches]
+    if missing:
+        raise UserError(f"{source} has no {', '.join(missing)}: expected {FILE_DESCRIPTIONS['image']}")
     training_pictures = []
     for name in sorted(batches):
         for row, pixels in zip(batches[name], to_gray(batches[name][:, 1:]), strict=True):

@@ -94,7 +94,7 @@ class ClassLabels:
         """
         if not label:
             raise UserError(f"{location}: the label is empty")
-        check_quotes(label, location, is_label=True)
+        check_quotes(label, location, in_every_case=True)
         self.seen.add(label)
         name = self.renamed.get(label, label)
         if self.classes and name not in self.classes:
@@ -154,13 +154,13 @@ def _is_finite_number(text: str) -> bool:
         return False
 
 
-def check_quotes(cell: str, location: str, is_label: bool = False) -> None:
+def check_quotes(cell: str, location: str, in_every_case: bool = False) -> None:
     """Raise UserError if a CSV writer has quoted a cell.
 
-    A label in quotes is always refused. A text in quotes may be a quotation, so it is refused only if it has doubled
-    quotes.
+    A text in quotes may be a quotation, so it is refused only if it has doubled quotes, or `in_every_case`: a label or
+    the name of a column is no quotation.
     """
-    if QUOTED.fullmatch(cell) and (is_label or '""' in cell):
+    if QUOTED.fullmatch(cell) and (in_every_case or '""' in cell):
         raise UserError(
             f"{location}: {cell[:40]} is quoted as in CSV, but quotes are ordinary characters here: write the file "
             "without quoting"
@@ -176,6 +176,9 @@ def read_split(path: Path, split: str, columns: Columns, parse_label: Callable[[
         if first is None:
             raise UserError(f"{name} is empty")
         first_line = [cell.strip() for cell in first[1]]
+        if columns.has_header:
+            for cell in first_line:
+                check_quotes(cell, f"{name}, line 1", in_every_case=True)
         indices = []
         for column in (*columns.texts, columns.label):
             index = columns.find(column, first_line, name)
@@ -188,15 +191,21 @@ def read_split(path: Path, split: str, columns: Columns, parse_label: Callable[[
                 raise UserError(f"{name}, line 1: no column {column!r} among {names}; {advice}")
             indices.append(index)
         if len(set(indices)) < len(indices):
-            raise UserError(f"{name}: --text and --label must be different columns")
+            message = f"{name}: --text and --label must be different columns"
+            if columns.has_header:
+                message += "; if line 1 is a row, add --no-header"
+            raise UserError(message)
         inputs = [index for index in indices[:-1] if index is not None]
         label = indices[-1]
         if not columns.has_header:
             numbered_cells = chain([first], numbered_cells)
         rows = read_rows(_check_cells(numbered_cells, name), name, len(first_line), inputs, label, parse_label)
-    if columns.has_header and label is not None and first_line[label] != columns.label:
+    if columns.has_header and label is not None:
         header = first_line[label]
-        if header in (rows.labels or ()) or _is_finite_number(header):
+        if header == columns.label:
+            if header.isdecimal():
+                print_status(f"{name}: line 1 is the header, with a column {header!r}; if it is a row, add --no-header")
+        elif header in (rows.labels or ()) or _is_finite_number(header):
             raise UserError(
                 f"{name}, line 1 looks like a row instead of a header, with the label {header!r}: add --no-header"
             )
@@ -331,6 +340,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("give at least one of --train, --valid and --test")
     if len(args.text) > 2:
         parser.error(f"--text must be one or two columns, got {len(args.text)}")
+    if len(dict(args.rename)) < len(args.rename):
+        parser.error("--rename must give every label once")
     if args.regression and (args.labels or args.rename):
         parser.error("--labels and --rename are for classifications")
     if not args.regression and not args.labels and not args.train:

@@ -94,16 +94,24 @@ class WikiTextCorpus:
         """
         count = 0
         has_text = False
+        has_blank_line = False
         with closing(self.lines(split)) as lines:
             for line in lines:
                 count += 1
                 if line:
                     has_text = True
+                else:
+                    has_blank_line = True
         if not has_text:
             message = f"{self.tree.where}: {self.members[split]} has no text"
             if split == "train" and self.train_bytes:
                 message += " within --limit-mb"
             raise UserError(message)
+        if self.articles and not has_blank_line:
+            raise UserError(
+                f"{self.tree.where}: {self.members[split]} has no title, a line `= Title =`: without --articles, the "
+                "blank lines of the text separate its documents"
+            )
         return count
 
 

@@ -31,7 +31,7 @@ FILES = {
 }
 
 
-@pytest.fixture(params=["directory", "zip", "tar"])
+@pytest.fixture(params=["directory", "zip", "tar", "tar of ."])
 def packed_files(request, tmp_path):
     """Return the path of a directory or an archive that holds FILES."""
     if request.param == "directory":
@@ -42,6 +42,9 @@ def packed_files(request, tmp_path):
     elif request.param == "zip":
         path = tmp_path / "a.zip"
         path.write_bytes(zip_bytes({"a/": b"", **FILES}))
+    elif request.param == "tar of .":
+        path = tmp_path / "a.tar.gz"
+        path.write_bytes(tar_gz({f"./{name}": content for name, content in FILES.items()}))
     else:
         path = tmp_path / "a.tar.gz"
         path.write_bytes(tar_gz(FILES, links={"link.raw": "/etc/passwd"}))

@@ -282,6 +282,8 @@ BAD_FILES = [
     ("pathfinder", {"sample_3_png": None}, "has no imgs/0/sample_3.png, which its metadata lists"),
     ("image", {"test_batch": b"\x0b" + bytes(3072)}, "does not hold pictures of 32 x 32"),
     ("image", {"test_batch": bytes(3072)}, "does not hold pictures of 32 x 32"),
+    ("text", {"train/neg/1": None, "train/neg/2": None}, "has reviews of one class only in train"),
+    ("image", {"data_batch_4": None}, "has no data_batch_4.bin"),
     ("image", {"test_batch": b""}, "does not hold pictures of 32 x 32"),
 ]
 

@@ -209,7 +209,8 @@ ROWS = b"text\tlabel\na film\tgood\na story\tbad\n"
         (b"a\t0.5\nb\t0.7\n", ("--regression", "--text", 1, "--label", 2), r"line 1 looks like a row"),
         (ROWS, ("--no-header",), r"line 1: no column 'text' .* columns are numbers from 1 to 2"),
         (ROWS, ("--text", "3"), r"line 1: no column '3' among text, label"),
-        (ROWS, ("--text", "label"), r"--text and --label must be different columns"),
+        (ROWS, ("--text", "label"), r"--text and --label must be different columns; if line 1 is a row, add --no-h"),
+        (b'"text"\t"label"\n"a film"\tgood\n', ("--text", 1, "--label", 2), r'line 1: "text" is quoted as in CSV'),
         (b"text\ttext\tlabel\na\tb\tc\n", (), r"line 1: two columns are called 'text'"),
         (b"text\tlabel\na\tgood\nb\tgood\n", (), r"all rows have the same label, 'good'"),
         (b"text\tlabel\n", (), r"has no rows"),
@@ -225,6 +226,15 @@ def test_unusable_file_is_one_line_and_writes_nothing(tmp_path, build, content, 
     assert code == 1
     assert_one_line(stderr, message)
     assert not (tmp_path / "out").exists()
+
+
+def test_header_with_the_number_that_was_given_is_reported(build, write):
+    train = write("train.tsv", [("0", "b film"), ("1", "a story")], header=("1", "a film"))
+
+    code, stdout, _ = build("--train", train, "--text", "2", "--label", "1")
+
+    assert code == 0
+    assert "train.tsv: line 1 is the header, with a column '1'; if it is a row, add --no-header\n" in stdout
 
 
 def test_label_that_only_valid_has_is_an_error(build, write):
@@ -264,6 +274,7 @@ def test_finished_directory_is_kept_and_changed_rows_are_an_error(tmp_path, buil
         ("--valid", "x"),
         ("--train", "x", "--text", "a", "b", "c"),
         ("--train", "x", "--regression", "--labels", "y"),
+        ("--train", "x", "--rename", "1", "0", "--rename", "1", "2"),
     ],
 )
 def test_options_that_do_not_fit_are_errors(build, options):

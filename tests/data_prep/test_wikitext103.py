@@ -204,3 +204,9 @@ def test_articles_are_separated_by_one_blank_line(tmp_path, build, source):
     assert [line for line in lines if line] == [line.strip() for line in text.splitlines() if line.strip()]
     with pytest.raises(UserError, match="was built with articles = True, not None"):
         build()
+
+
+def test_articles_need_titles(build, source):
+    (source / "wiki.valid.raw").write_text("a text\n\nanother text\n")
+    with pytest.raises(UserError, match=r"wiki\.valid\.raw has no title, a line `= Title =`"):
+        build(articles=True)
