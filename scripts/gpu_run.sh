@@ -36,11 +36,12 @@ fi
 out=runs/gpu
 failed=0
 mkdir -p "$out"
-"$python" -c 'import sys, torch, triton
+header=$("$python" -c 'import sys, torch, triton
 if not torch.cuda.is_available(): sys.exit("error: torch finds no CUDA device")
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6): sys.exit(f"error: the kernels need Triton 3.6, which torch 2.11 brings, got {triton.__version__}")
 print(torch.cuda.get_device_name(), "CUDA", torch.version.cuda, "torch", torch.__version__, "triton", triton.__version__)
-' | tee "$out/report.txt"
+')
+echo "$header" | tee "$out/report.txt" # a report from before stays if there is no GPU
 
 # Runs a module in at most ten minutes, and adds the end of its output to the report. The next one runs in any case.
 measure() {

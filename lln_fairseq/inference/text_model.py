@@ -451,8 +451,12 @@ def _find_vocabulary(checkpoint: str, places: list[Path], tokenizer: Any) -> tup
             reasons.append(str(error))
             if tokenizer:
                 break
-    reason = "; ".join(reasons) or "neither the checkpoint's directory nor its training data has a dict.txt"
+    if not places:
+        raise UserError(
+            f"cannot turn text into the ids of {checkpoint}: neither its directory nor its training data has a "
+            "dict.txt. Pass the training data (--data)"
+        )
     raise UserError(
-        f"cannot turn text into the ids of {checkpoint}: {reason}. Pass the training data (--data) or a "
+        f"cannot turn text into the ids of {checkpoint}: {'; '.join(reasons)}. Pass the training data (--data) or a "
         "tokenizer (--tokenizer)"
     )

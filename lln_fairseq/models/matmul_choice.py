@@ -99,7 +99,8 @@ def _pinned_plan(precision: str, shapes: Counter[Shape], names: list[str]) -> Pl
     for name in names:
         if WAYS[name].precision == precision:
             return Plan(precision, dict.fromkeys(shapes, WAYS[name]))
-    raise ValueError(f"LLN_LINEAR={','.join(names)} has no way of computing in {precision}")
+    ways = ", ".join(name for name, way in WAYS.items() if way.precision == precision)
+    raise ValueError(f"LLN_LINEAR={','.join(names)} has no way of computing in {precision}: add one of {ways}")
 
 
 def _is_worthwhile(times: list[float], float_times: list[float]) -> bool:

@@ -35,9 +35,13 @@ def test_triton_is_refused_only_below_the_version_that_the_kernels_need(version,
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     python = f'#!/bin/sh\n[ "$1" != -c ] || exec {sys.executable} "$@"\n'
 
+    (tmp_path / "runs" / "gpu").mkdir(parents=True)
+    (tmp_path / "runs" / "gpu" / "report.txt").write_text("earlier")
+
     done = run_script(tmp_path, python)
 
     assert done.returncode == code, done.stderr
+    assert ((tmp_path / "runs" / "gpu" / "report.txt").read_text() == "earlier") == bool(code)
     assert ("error: the kernels need Triton" in done.stderr) == bool(code)
 
 
