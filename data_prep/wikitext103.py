@@ -14,6 +14,7 @@ a section, or a whole article with --articles. Text is read, encoded and written
 """
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -169,8 +170,8 @@ def build_wikitext(
         UserError: if limit_mb is not positive, the source or the tokenizer cannot be used, the text is too small for
             `vocab_size` pieces, or the directory cannot be used or contains other data.
     """
-    if limit_mb is not None and limit_mb <= 0:
-        raise UserError(f"--limit-mb must be more than 0, got {limit_mb}")
+    if limit_mb is not None and not 0 < limit_mb < math.inf:
+        raise UserError(f"--limit-mb must be more than 0 and finite, got {limit_mb}")
     given_vocabulary = None
     tokenizer_setting: Any = {"train": TRAINED_TOKENIZERS.get(tokenizer), "vocab_size": vocab_size}
     tokenizer_kind = "sentencepiece"

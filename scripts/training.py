@@ -193,17 +193,17 @@ def seed_list(text: str) -> list[int]:
     return seeds
 
 
-def check_tasks(group: str, tasks: Iterable[str]) -> None:
-    """Raise UserError unless configs/GROUP has a recipe for every task."""
+def check_recipes(group: str, names: Iterable[str], kind: str = "task") -> None:
+    """Raise UserError unless configs/GROUP has a recipe for every name. `kind` is what a name stands for."""
     known = sorted(path.stem for path in (CONFIGS / group).glob("*.yaml") if path.stem != "recipe")
-    for task in tasks:
-        if task not in known:
-            raise UserError(f"no such task: {task} (known: {' '.join(known)})")
+    for name in names:
+        if name not in known:
+            raise UserError(f"no such {kind}: {name} (known: {' '.join(known)})")
 
 
 def finetune(checkpoint: str | None, task: str, seed: int, overrides: list[str]) -> None:
     """Fine-tune on a task of GLUE, and score the splits valid and, for MNLI, valid1."""
-    check_tasks("glue", [task])
+    check_recipes("glue", [task])
     if checkpoint is None:
         raise UserError("which checkpoint? for example runs/pretrain_lln_diag/checkpoint_best.pt (see --help)")
     if not Path(checkpoint).is_file():
@@ -216,7 +216,7 @@ def finetune(checkpoint: str | None, task: str, seed: int, overrides: list[str])
 
 def train_lra(attention: str, task: str, seed: int, overrides: list[str]) -> None:
     """Train on a task of the Long Range Arena, and score the splits valid and test."""
-    check_tasks("lra", [task])
+    check_recipes("lra", [task])
     out = Path(last_value(SAVE_DIR, overrides) or Path("runs/lra") / attention / task / f"seed{seed}")
     call(train_words("lra", out, [f"lra={task}", f"{SEED}={seed}", f"attention={attention}", *overrides]))
     score(out, ("valid", "test"))
@@ -227,7 +227,7 @@ def finetune_all(args: argparse.Namespace, overrides: list[str]) -> int:
     if last_value(SAVE_DIR, overrides):
         raise UserError("glue_all.sh does not accept checkpoint.save_dir: every task and seed has its own directory")
     tasks = args.tasks.split()
-    check_tasks("glue", tasks)
+    check_recipes("glue", tasks)
     for task, seed in itertools.product(tasks, args.seeds):
         finetune(args.checkpoint, task, seed, overrides)
     others = [task for task in tasks if task not in tables.GLUE.tasks]
@@ -236,14 +236,15 @@ def finetune_all(args: argparse.Namespace, overrides: list[str]) -> int:
         print(f"not in Table 1: {', '.join(others)}; their scores are in {scores}")
     if len(others) == len(tasks):
         return 0
-    return tables.main(["glue", str(Path(args.checkpoint).parent.parent)])
+    return tables.main(["glue", str(Path(args.checkpoint).resolve().parent.parent)])
 
 
 def train_lra_all(args: argparse.Namespace, overrides: list[str]) -> int:
     """Train every attention on every task with every seed, and print Table 5."""
     if last_value(SAVE_DIR, overrides) or last_value("attention", overrides):
         raise UserError("lra_all.sh accepts neither attention= nor checkpoint.save_dir=: use --attentions")
-    check_tasks("lra", args.tasks.split())
+    check_recipes("lra", args.tasks.split())
+    check_recipes("attention", args.attentions.split(), "attention")
     for seed, task, attention in itertools.product(args.seeds, args.tasks.split(), args.attentions.split()):
         train_lra(attention, task, seed, overrides)
     return tables.main(["lra", "runs/lra"])

@@ -37,9 +37,11 @@ def class_names(symbols: Iterable[str]) -> list[str]:
 def read_class_names(source: Path) -> list[str]:
     """Return the names of a classifier's classes in order, as its run, `convert` or `linearize` has saved them.
 
-    `source` is a checkpoint, its directory, or a directory of binarized data. UserError is raised if there is no
-    label/dict.txt, as for a regression.
+    `source` is a checkpoint, its directory, or a directory of binarized data. UserError is raised if it is missing or
+    has no label/dict.txt, as a regression.
     """
+    if not source.exists():
+        raise UserError(f"no such classifier: {source}")
     directory = source
     if source.is_file():
         directory = source.parent
@@ -48,5 +50,5 @@ def read_class_names(source: Path) -> list[str]:
             return class_names(read_symbols(path))
     raise UserError(
         f"{source} has no names of labels: there is no label/dict.txt in {directory} or its tokenizer/. A regression "
-        "has none: leave out --labels and give --regression"
+        "and a pre-trained model have none: for a regression, leave out --labels and give --regression"
     )

@@ -142,7 +142,9 @@ def test_limit_mb_truncates_train(tmp_path, build):
     assert decoded_lines(tmp_path / "out", "valid") == EXPECTED_LINES["valid"]
 
 
-@pytest.mark.parametrize(("limit", "message"), [(0.000001, "no text within --limit-mb"), (-1, "more than 0")])
+@pytest.mark.parametrize(
+    ("limit", "message"), [(0.000001, "no text within --limit-mb"), (-1, "more than 0"), (float("inf"), "finite")]
+)
 def test_limit_mb_without_text_is_rejected(tmp_path, build, limit, message):
     with pytest.raises(UserError, match=message):
         build(out=tmp_path / "none", limit_mb=limit)

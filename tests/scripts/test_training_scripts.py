@@ -107,6 +107,7 @@ def test_lra_task_from_data_to_table(tmp_path):
         (("glue_all.sh", "any.pt", "--tasks", "sst3"), "no such task: sst3 (known: cola demo "),
         (("lra.sh", "listop"), "no such task: listop (known: image "),
         (("lra_all.sh", "checkpoint.save_dir=one"), "checkpoint.save_dir"),
+        (("lra_all.sh", "--attentions", "softmax lnl"), "no such attention: lnl (known: block_diag "),
     ],
 )
 def test_bad_arguments_end_in_one_line(arguments, message, tmp_path):

@@ -39,3 +39,8 @@ def test_names_of_a_checkpoint_are_those_of_its_run(tmp_path):
     (tmp_path / "run/tokenizer/label/dict.txt").write_text(label_dictionary(["b", "a"], {}))
 
     assert read_class_names(checkpoint) == read_class_names(tmp_path / "run") == ["b", "a"]
+
+
+def test_missing_classifier_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"no such classifier: .*/none"):
+        read_class_names(tmp_path / "none")
