@@ -199,7 +199,9 @@ def read_split(path: Path, split: str, columns: Columns, parse_label: Callable[[
         label = indices[-1]
         if not columns.has_header:
             numbered_cells = chain([first], numbered_cells)
-        rows = read_rows(_check_cells(numbered_cells, name), name, len(first_line), inputs, label, parse_label)
+        width = len(first_line)
+        checked = _check_cells(numbered_cells, name, width)
+        rows = read_rows(checked, name, width, inputs, label, parse_label)
     if columns.has_header and label is not None:
         header = first_line[label]
         if header == columns.label:
@@ -212,9 +214,19 @@ def read_split(path: Path, split: str, columns: Columns, parse_label: Callable[[
     return rows
 
 
-def _check_cells(numbered_cells: Iterable[tuple[int, list[str]]], name: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the rows unchanged, after `check_quotes` of each cell."""
+def _check_cells(
+    numbered_cells: Iterable[tuple[int, list[str]]], name: str, width: int
+) -> Iterator[tuple[int, list[str]]]:
+    """Yield the rows unchanged, after `check_quotes` of each cell. `width` is the number of columns.
+
+    UserError is raised if a line seems to be a part of a quoted cell with a tab or a line break.
+    """
     for number, cells in numbered_cells:
+        if len(cells) != width and any(cell.count('"') % 2 for cell in cells):
+            raise UserError(
+                f"{name}, line {number}: expected {width} columns, got {len(cells)}; a cell in CSV quotes seems to "
+                "hold a tab or a line break: replace them by spaces"
+            )
         for cell in cells:
             check_quotes(cell, f"{name}, line {number}")
         yield number, cells
