@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 import zipfile
 
 import numpy as np
@@ -314,6 +315,16 @@ def test_bad_archive_is_one_line(make_source, tmp_path, capsys):
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line, line
         assert not (tmp_path / "out").exists()
+
+
+def test_two_copies_of_the_reviews_are_one_line(make_source, tmp_path, capsys):
+    source = make_source("text")
+    shutil.copytree(source / "aclImdb", source / "copy")
+
+    assert build(tmp_path / "out", "text", "--source", source) == 1
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "has a review of train twice" in line
 
 
 def test_missing_source_is_one_line(tmp_path, capsys):

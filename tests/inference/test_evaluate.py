@@ -104,6 +104,7 @@ def test_several_splits_give_results_of_each_split(tuned, tmp_path, capsys):
         (["--predict", "a.tsv", "--scale", "nan"], "--scale must be above 0 and finite"),
         (["--split", "valid,"], "one split is empty"),
         (["--split", "valid,train", "--json", "one.json"], "--json must have {split} in the file's name"),
+        (["--json", "one", "--predict", "one"], "--json and --predict must be different files"),
     ],
 )
 def test_wrong_usage_exits_with_2(arguments, message, capsys):

@@ -46,7 +46,7 @@ def test_file_is_kept_if_the_writing_fails(tmp_path):
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("out", "old")]
 
 
-@pytest.mark.parametrize(("name", "message"), [("", "is a directory"), (".", "is a directory"), ("no/a", "no such")])
+@pytest.mark.parametrize(("name", "message"), [(".", "is a directory"), ("no/a", "no such directory")])
 def test_name_that_cannot_be_written_is_an_error(name, message, tmp_path):
     with pytest.raises(UserError, match=f"cannot write .*{message}"):
         check_output(tmp_path / name)
