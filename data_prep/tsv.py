@@ -94,7 +94,7 @@ class ClassLabels:
         """
         if not label:
             raise UserError(f"{location}: the label is empty")
-        check_quotes(label, location, in_every_case=True)
+        check_quotes(label, location, is_name=True)
         self.seen.add(label)
         name = self.renamed.get(label, label)
         if self.classes and name not in self.classes:
@@ -154,13 +154,13 @@ def _is_finite_number(text: str) -> bool:
         return False
 
 
-def check_quotes(cell: str, location: str, in_every_case: bool = False) -> None:
+def check_quotes(cell: str, location: str, is_name: bool = False) -> None:
     """Raise UserError if a CSV writer has quoted a cell.
 
-    A text in quotes may be a quotation, so it is refused only if it has doubled quotes, or `in_every_case`: a label or
-    the name of a column is no quotation.
+    A text in quotes may be a quotation, so it is refused only if it has doubled quotes. A label or a column's name
+    (`is_name`) is always refused.
     """
-    if QUOTED.fullmatch(cell) and (in_every_case or '""' in cell):
+    if QUOTED.fullmatch(cell) and (is_name or '""' in cell):
         raise UserError(
             f"{location}: {cell[:40]} is quoted as in CSV, but quotes are ordinary characters here: write the file "
             "without quoting"
@@ -178,7 +178,7 @@ def read_split(path: Path, split: str, columns: Columns, parse_label: Callable[[
         first_line = [cell.strip() for cell in first[1]]
         if columns.has_header:
             for cell in first_line:
-                check_quotes(cell, f"{name}, line 1", in_every_case=True)
+                check_quotes(cell, f"{name}, line 1", is_name=True)
         indices = []
         for column in (*columns.texts, columns.label):
             index = columns.find(column, first_line, name)

@@ -16,7 +16,7 @@ from lln_fairseq.analysis import report
 from lln_fairseq.analysis.probe import spread_batches
 from lln_fairseq.errors import UserError, user_errors
 from lln_fairseq.inference.loading import load_model
-from lln_fairseq.inference.outputs import check_output, output_path
+from lln_fairseq.inference.outputs import check_output_path, output_path
 
 
 def main(argv: list[str]) -> None:
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     for path in (args.json, args.png):
         if path is not None:
-            check_output(path)
+            check_output_path(path)
     with user_errors():
         result = analyze_checkpoint(args.checkpoint, args.data, args.split, args.batches, args.batch_size)
     print(f"{args.checkpoint}, split '{args.split}': {report.format_report(result)}")

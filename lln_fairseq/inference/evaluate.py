@@ -30,7 +30,7 @@ from lln_fairseq.inference.loading import (
     set_positions,
     use_precision,
 )
-from lln_fairseq.inference.outputs import check_output, output_path
+from lln_fairseq.inference.outputs import check_output_path, output_path
 from lln_fairseq.scores import ClassCounts, pearson, spearman
 from lln_fairseq.text.text_ids import BATCH_TOKENS
 
@@ -256,7 +256,7 @@ def main(argv: list[str]) -> None:
             parser.error(f"--{option} must have {SPLIT_PLACEHOLDER} in the file's name for several splits, got {file}")
     for file in (args.json, args.predict):
         if file is not None:  # checked first, because the evaluation takes long
-            check_output(file)
+            check_output_path(file)
     if args.json is not None and args.json == args.predict:
         parser.error(f"--json and --predict must be different files, got {args.json} for both")
     warnings.filterwarnings("ignore", "'pin_memory' argument is set as true")  # fairseq sets it on a CPU, too

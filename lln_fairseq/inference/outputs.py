@@ -12,8 +12,8 @@ STANDARD_STREAM = "-"  # standard input or standard output
 STANDARD_INPUT = 0  # its file descriptor
 
 
-def check_output(path: Path) -> None:
-    """Raise UserError if a file cannot be written because of its name. Call it before a long computation."""
+def check_output_path(path: Path) -> None:
+    """Raise UserError if the path is a directory or in none. Call it before a long computation."""
     if path.is_dir():
         raise UserError(f"cannot write {path}: it is a directory")
     if not path.parent.is_dir():
@@ -29,7 +29,7 @@ def reject_input_as_output(input_name: str, output_name: str | Path) -> None:
 
 @contextmanager
 def output_path(path: Path) -> Iterator[Path]:
-    """Yield the path to write an output to; a file is replaced only when the context ends without an error.
+    """Yield the path that the `with` block must write to: a temporary file, which replaces `path` if nothing fails.
 
     A device or a pipe is written directly. A symbolic link stays one, and its target is replaced.
     """

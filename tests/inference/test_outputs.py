@@ -6,7 +6,7 @@ import pytest
 
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference import outputs
-from lln_fairseq.inference.outputs import check_output, output_path, reject_input_as_output
+from lln_fairseq.inference.outputs import check_output_path, output_path, reject_input_as_output
 
 
 def write(path, text):
@@ -49,7 +49,7 @@ def test_file_is_kept_if_the_writing_fails(tmp_path):
 @pytest.mark.parametrize(("name", "message"), [(".", "is a directory"), ("no/a", "no such directory")])
 def test_name_that_cannot_be_written_is_an_error(name, message, tmp_path):
     with pytest.raises(UserError, match=f"cannot write .*{message}"):
-        check_output(tmp_path / name)
+        check_output_path(tmp_path / name)
 
 
 def test_redirected_input_is_not_the_output(tmp_path, monkeypatch):
