@@ -106,7 +106,7 @@ class ClassLabels:
         return name
 
     def require_single(self, label: str, location: str) -> None:
-        """Raise UserError if a label is a list of several classes, separated by commas, semicolons or bars."""
+        """Raise UserError if a label is a list of known classes, separated by commas, semicolons or bars."""
         parts = [part.strip() for part in LABEL_SEPARATORS.split(label)]
         if len(parts) > 1 and all(self.renamed.get(part, part) in self.classes for part in parts):
             raise UserError(
@@ -124,7 +124,7 @@ class ClassLabels:
             raise UserError(f"{path}: all rows have the same label, {self.classes[0]!r}")
 
     def check_names(self) -> None:
-        """Raise UserError if fairseq cannot have the name of a class, or a label to be renamed is in no row."""
+        """Raise UserError if fairseq's dictionary cannot store a class, or a label to be renamed is in no row."""
         label_dictionary(self.classes, {})
         for label in self.renamed:
             if label not in self.seen:
@@ -219,7 +219,8 @@ def _check_cells(
 ) -> Iterator[tuple[int, list[str]]]:
     """Yield the rows unchanged, after `check_quotes` of each cell. `width` is the number of columns.
 
-    UserError is raised if a line seems to be a part of a quoted cell with a tab or a line break.
+    UserError is raised for a line with another number of cells and an unpaired quote, which is probably a part of a
+    quoted cell. All other lines of a wrong width are yielded.
     """
     for number, cells in numbered_cells:
         if len(cells) != width and any(cell.count('"') % 2 for cell in cells):

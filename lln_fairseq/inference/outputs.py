@@ -21,7 +21,7 @@ def check_output_path(path: Path) -> None:
 
 
 def reject_input_as_output(input_name: str, output_name: str | Path) -> None:
-    """Raise UserError if the output would replace the file that the texts are read from."""
+    """Raise UserError if the output would replace the file that the texts are read from, also through `-`."""
     source = STANDARD_INPUT if input_name == STANDARD_STREAM else input_name
     if os.path.isfile(source) and os.path.isfile(output_name) and os.path.samefile(source, output_name):
         raise UserError(f"--output would replace the texts of --input, {input_name}: give another file")
