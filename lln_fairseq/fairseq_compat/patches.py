@@ -26,7 +26,7 @@ from lln_fairseq.attention.registry import did_you_mean
 from lln_fairseq.checkpoints import reading, saving
 from lln_fairseq.errors import UserError, first_line
 from lln_fairseq.fairseq_compat import log_filters
-from lln_fairseq.training import nan_report, start
+from lln_fairseq.training import start
 from lln_fairseq.training.exit import exit_with_one_line
 
 
@@ -45,7 +45,7 @@ def install(run_worker: Callable) -> None:
     _wrap(distributed_utils, "call_main", functools.partial(start.start_run, run_worker))
     _wrap(checkpoint_utils, "load_checkpoint", start.prepare_training)
     _wrap(Trainer, "load_checkpoint", start.restore_checkpoint)
-    _wrap(Trainer, "train_step", nan_report.train_step)
+    _wrap(Trainer, "train_step", start.train_step)
     _wrap(fairseq.dataclass.utils, "merge_with_parent", _merge_with_parent)
     _wrap(sys, "excepthook", _excepthook)
     _wrap(StatefulContainer, "__getattr__", _get_task_state)

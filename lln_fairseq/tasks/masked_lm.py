@@ -1,25 +1,61 @@
 """Masked language modeling: fairseq's task, with errors where it would fail silently or lose text."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+import torch.distributed as dist
 from fairseq import utils
 from fairseq.data import BaseWrapperDataset, PrependTokenDataset, TokenBlockDataset, data_utils
 from fairseq.data.shorten_dataset import maybe_shorten_dataset
 from fairseq.tasks import register_task
 from fairseq.tasks.masked_lm import MaskedLMConfig, MaskedLMTask
+from torch import Tensor
 
 from lln_fairseq.errors import UserError, user_errors
 from lln_fairseq.text.checks import check_lines, require_same_symbols
 from lln_fairseq.text.long_lines import SplitLines
 from lln_fairseq.training.hooked_task import HookedTask, require_files
 from lln_fairseq.training.options import TrainingOptions
+from lln_fairseq.training.worker import is_first_worker
 
 
 @dataclass
 class LLNMaskedLMConfig(TrainingOptions, MaskedLMConfig):
     """Options of the task lln_masked_lm: the options of fairseq's task and of the hooks."""
+
+
+def mask_one_token(batch: dict[str, Any], candidates: Tensor, mask: int, seed: Sequence[int]) -> None:
+    """Replace a random token of a batch by <mask>, whose id is `mask`, and make the token a target, in place.
+
+    `candidates` (B, N) is True where a token can be chosen.
+    """
+    tokens = batch["net_input"]["src_tokens"]
+    row, column = np.random.default_rng(seed).choice(candidates.nonzero().numpy())
+    batch["target"][row, column] = tokens[row, column]
+    tokens[row, column] = mask
+
+
+class OneMaskedToken(BaseWrapperDataset):
+    """Wraps the samples of a split in which nothing is masked: one random token of a random sample is masked."""
+
+    def __init__(self, dataset: Any, pad: int, mask: int, seed: int) -> None:
+        super().__init__(dataset)
+        self.pad = pad
+        self.mask = mask
+        self.seed = seed
+        self.row = np.random.default_rng(seed).integers(len(dataset))
+
+    def collater(self, samples: Sequence[Any]) -> Any:
+        batch = self.dataset.collater(samples)
+        if batch and (batch["id"] == self.row).any():
+            is_token = batch["net_input"]["src_tokens"] != self.pad
+            is_in_row = (batch["id"] == self.row)[:, None]
+            mask_one_token(batch, is_token & is_in_row, self.mask, [self.seed])
+        return batch
 
 
 @register_task("lln_masked_lm", dataclass=LLNMaskedLMConfig)
@@ -43,6 +79,33 @@ class LLNMaskedLMTask(HookedTask, MaskedLMTask):
         require_same_symbols(*(Path(directory, "dict.txt") for directory in directories))
         with user_errors():
             return super().setup_task(cfg, **kwargs)
+
+    def load_dataset(self, split: str, *args: Any, **kwargs: Any) -> None:
+        """Load a split into self.datasets.
+
+        If the masks of a validation split, which are the same in every epoch, mask nothing in it, its loss would be
+        NaN. One token is masked then.
+        """
+        super().load_dataset(split, *args, **kwargs)
+        dataset = self.dataset(split)
+        if split.startswith("train") or not len(dataset):
+            return
+        pad = self.source_dictionary.pad()
+        dataset.set_epoch(1)  # as fairseq does before it validates
+        if not any((dataset[row]["target"] != pad).any() for row in range(len(dataset))):
+            self.datasets[split] = OneMaskedToken(dataset, pad, self.mask_idx, self.cfg.seed)
+
+    def before_update(self, samples: Sequence[Any], updates: int, device: torch.device) -> None:
+        """Mask one token in the first worker if nothing is masked in an update: its loss would be NaN."""
+        pad = self.source_dictionary.pad()
+        batches = [batch for batch in samples if batch]  # a worker without samples left gets an empty batch
+        has_mask = torch.tensor(any((batch["target"] != pad).any() for batch in batches), dtype=torch.uint8)
+        if dist.is_initialized():
+            has_mask = has_mask.to(device)
+            dist.all_reduce(has_mask, op=dist.ReduceOp.MAX)
+        if not has_mask and is_first_worker():
+            is_token = batches[0]["net_input"]["src_tokens"] != pad
+            mask_one_token(batches[0], is_token, self.mask_idx, [self.cfg.seed, updates])
 
     def too_long_advice(self, limit: int) -> str:
         return (

@@ -114,6 +114,12 @@ class HookedTask(FairseqTask):
         """Return the options that would reduce padding, for the padding report; "" if there are none."""
         return ""
 
+    def before_update(self, samples: Sequence[Any], updates: int, device: torch.device) -> None:
+        """Prepare this worker's batches of an update, in place. By default, nothing happens.
+
+        `updates` is the number of completed updates, and `device` the one of the model.
+        """
+
     def train_step(
         self, sample: Any, model: Any, criterion: Any, optimizer: Any, update_num: int, ignore_grad: bool = False
     ) -> tuple:

@@ -1,9 +1,8 @@
 """Explain why a run stopped at a NaN or an overflow: where the value first appeared, and what to try."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from fairseq.trainer import Trainer
@@ -11,15 +10,15 @@ from fairseq.trainer import Trainer
 from lln_fairseq.errors import TrainingError, UserError, first_line
 
 
-def train_step(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
-    """Call fairseq's Trainer.train_step, and turn a FloatingPointError into a TrainingError that explains it.
+@contextmanager
+def explain_nan(trainer: Trainer) -> Iterator[None]:
+    """Turn a FloatingPointError in the `with` block, which makes an update, into a TrainingError that explains it.
 
-    Its message names the update, the module or parameter with the first NaN, and the last loss scales. fairseq's own
-    message says neither where the NaN first appeared nor what to try.
+    Its message names the update, the module or parameter with the first NaN, and the last loss scales.
     """
     with _collect_warnings("fairseq.nan_detector") as warnings:
         try:
-            return original(trainer, *args, **kwargs)
+            yield
         except UserError:  # also a FloatingPointError if it is a TrainingError, which needs no explanation
             raise
         except FloatingPointError as error:

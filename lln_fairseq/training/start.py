@@ -13,7 +13,8 @@ functions of this module in the place of fairseq's, which they get as the argume
           Trainer.load_checkpoint       restore_checkpoint checks that a checkpoint fits, and loads it
           get_train_iterator            HookedTask.get_batch_iterator checks the training data, and reports padding
                                         prepare_training, continued: plans the schedule, and logs the summary
-        train_step                      HookedTask.train_step measures the model, and restores the float32 parameters
+        Trainer.train_step              train_step calls HookedTask.before_update
+          train_step                    HookedTask.train_step measures the model, and restores the float32 parameters
 """
 
 import functools
@@ -41,6 +42,7 @@ from lln_fairseq.training import settings, worker
 from lln_fairseq.training.exit import exit_with_one_line
 from lln_fairseq.training.hooked_task import HookedTask
 from lln_fairseq.training.malloc import disable_malloc_trim
+from lln_fairseq.training.nan_report import explain_nan
 from lln_fairseq.training.resume import find_early_stopping, reason_for_completion, restore_training_state
 from lln_fairseq.training.run_identity import check_same_run, run_origin
 from lln_fairseq.training.schedule import plan_schedule
@@ -216,3 +218,15 @@ def _load_error_reason(cause: BaseException | None) -> str:
     if lines:
         reason = lines[-1].strip(" \t.")
     return reason or type(cause).__name__
+
+
+def train_step(original: Callable, trainer: Trainer, samples: list[Any], *args: Any, **kwargs: Any) -> Any:
+    """Let the task prepare an update, and make it. Replaces Trainer.train_step.
+
+    `samples` are this worker's batches. Without this patch, an update in which nothing is masked has the loss NaN, and
+    fairseq's message about a NaN says neither where it first appeared nor what to try.
+    """
+    if isinstance(trainer.task, HookedTask):
+        trainer.task.before_update(samples, trainer.get_num_updates(), trainer.device)
+    with explain_nan(trainer):
+        return original(trainer, samples, *args, **kwargs)
