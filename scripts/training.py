@@ -35,9 +35,8 @@ from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import child_environment, run_main
 from lln_fairseq.errors import UserError
 from lln_fairseq.terminal import program_parser, progress_bar, show_update
-from lln_fairseq.training.recipes import CONFIGS
+from lln_fairseq.training.recipes import CONFIGS, layout_names
 from scripts import tables
-from scripts.benchmarks.meter import LOCAL_GLOBAL
 
 SAVE_DIR = "checkpoint.save_dir"
 SEED = "common.seed"
@@ -137,9 +136,9 @@ def prepare_demo_data(directory: str, archive: str | None, tokenizer: Path | Non
 
 
 def attention_overrides(spec: str) -> list[str]:
-    """Return the Hydra overrides for "local_global" or an attention spec such as "lln_diag:block_size=32"."""
-    if spec == LOCAL_GLOBAL:
-        return [f"attention={spec}"]
+    """Return the Hydra overrides for a layout or an attention spec such as "lln_diag:block_size=32"."""
+    if spec in layout_names():
+        return [f"layout={spec}"]
     name, options = parse_attention_spec(spec)
     return [f"attention={name}", *(f"model.{name}_{key}={value}" for key, value in options.items())]
 

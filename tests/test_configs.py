@@ -19,7 +19,9 @@ from data_prep.glue_tasks import GLUE_TASKS
 from data_prep.lra_tasks import LRA_TASKS
 from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.models.lln_roberta import PRESETS, RobertaConfig
+from lln_fairseq.models.options import mechanism_by_option
 from lln_fairseq.tasks.sentence_prediction import LLNSentencePredictionConfig
+from lln_fairseq.training.recipes import layout_names, layout_options
 from lln_fairseq.training.settings import split_global_batch
 from tests.helpers import with_representatives
 
@@ -35,7 +37,7 @@ def config_names(group):
 
 
 def test_every_attention_and_preset_has_a_file():
-    assert config_names("attention") == {*MECHANISMS, "local_global", "long_pairs"}
+    assert config_names("attention") == set(MECHANISMS)
     assert config_names("model") == {*PRESETS, "roberta", "minilm"}
 
 
@@ -46,6 +48,18 @@ def test_attention_files_list_options_with_defaults(attention):
     assert options.pop("attention") == attention
     fields = dataclasses.fields(MECHANISMS[attention].config)
     assert options == {f"{attention}_{field.name}": field.default for field in fields}
+
+
+@pytest.mark.parametrize("layout", layout_names())
+def test_layout_sets_options_of_its_attention_and_names_the_directory(layout, composed):
+    options = layout_options(layout)
+    others = [key for key in mechanism_by_option() if key in options and not key.startswith(f"{options['attention']}_")]
+
+    assert not others
+    assert composed("pretrain", f"layout={layout}").checkpoint.save_dir == f"runs/pretrain_{layout}"
+    config = composed("finetune", "glue=qnli", f"layout={layout}")
+    assert config.checkpoint.save_dir == f"runs/qnli_{layout}"
+    assert options.items() <= config.model.items()
 
 
 def test_model_file_lists_options_with_defaults():

@@ -64,7 +64,7 @@ def check_compatibility(state: Mapping[str, Any], model: nn.Module, task: Any, p
     if is_pre_norm != was_pre_norm:
         raise UserError(
             f"{path} was trained with encoder_normalize_before = {was_pre_norm}, here it is {is_pre_norm}, and a model "
-            "needs the norms that it was trained with: leave out this option, or attention=local_global, which sets it"
+            "needs the norms that it was trained with: leave out this option, or a layout that sets it"
         )
     for key in COMPARED_OPTIONS:
         value = options.get(key, COMPARED_OPTIONS[key])

@@ -46,6 +46,7 @@ from lln_fairseq.text.labels import label_dictionary
 from lln_fairseq.text.special_symbols import BOS, EOS, PAD, format_dictionary
 from lln_fairseq.text.tokenizers import HuggingFaceTokenizer, make_tokenizer
 from lln_fairseq.text.vocabulary import MANIFEST, Vocabulary, load_vocabulary
+from lln_fairseq.training.recipes import attention_of_layout, layout_names
 
 CHECKPOINT = "model.pt"
 SEED = 1  # for the parameters that the source does not have
@@ -62,6 +63,7 @@ def convert(
     dictionary: Path | None = None,
     heads: int | None = None,
     softmax_layers: str | None = None,
+    layout: str | None = None,
 ) -> ImportedEncoder:
     """Convert a Hugging Face or fairseq encoder and write it to a new directory, completely or not at all.
 
@@ -76,10 +78,16 @@ def convert(
         heads: number of attention heads, for a fairseq checkpoint that does not state it.
         softmax_layers: layers with softmax attention, such as "0,11" or "every:4"; None keeps those of a source with
             the same attention.
+        layout: name of a file in configs/layout whose attention and options the new model gets, in place of
+            `attention`; one that sets other options of the model is refused.
 
     Returns:
         The encoder as it was written, with a note on each difference from the source.
     """
+    attention_options: dict[str, Any] = {}
+    if layout is not None:
+        attention, attention_options, layers = attention_of_layout(layout)
+        softmax_layers = softmax_layers or layers
     if attention is not None:
         with user_errors():
             reject_layer_mechanism(attention, "cannot use the weights of a converted encoder")
@@ -103,6 +111,7 @@ def convert(
             numbers = parse_softmax_layers(softmax_layers, encoder.options["encoder_layers"])
             softmax_layers = format_softmax_layers(numbers)
         change_attention(encoder, attention, softmax_layers)
+        encoder.options |= {f"{attention}_{key}": value for key, value in attention_options.items()}
         if positions is not None:
             change_max_positions(encoder, positions)
         write_converted_encoder(encoder, directory)
@@ -332,11 +341,15 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("source", type=Path, help="a Hugging Face directory, or a fairseq checkpoint")
     parser.add_argument("out", type=Path, help="a new directory for model.pt, dict.txt and the tokenizer")
-    parser.add_argument(
+    attention = parser.add_mutually_exclusive_group()
+    attention.add_argument(
         "--attention",
         choices=sorted(MECHANISMS),
         help=f"default: that of a model of lln_fairseq; otherwise {STOCK_ATTENTION} for a classifier, "
         f"{RobertaConfig.attention} for an encoder",
+    )
+    attention.add_argument(
+        "--layout", choices=layout_names(), help="an attention with its options: a file of configs/layout"
     )
     parser.add_argument(
         "--positions",

@@ -46,6 +46,7 @@ from lln_fairseq.models.adapt import ATTENTION_PARAMETERS
 from lln_fairseq.models.lln_roberta import RobertaConfig
 from lln_fairseq.models.options import format_softmax_layers
 from lln_fairseq.training.malloc import disable_malloc_trim
+from lln_fairseq.training.recipes import attention_of_layout, layout_names
 
 
 def linearize(args: argparse.Namespace) -> None:
@@ -139,7 +140,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("out", type=Path, help="the directory to write model.pt to")
     default = RobertaConfig.attention
     default_options = " ".join(f"{key}={value}" for key, value in MECHANISMS[default].cls.linearize_options.items())
-    parser.add_argument("--attention", choices=sorted(MECHANISMS), default=default, help="(default: %(default)s)")
+    attention = parser.add_mutually_exclusive_group()
+    attention.add_argument("--attention", choices=sorted(MECHANISMS), default=default, help="(default: %(default)s)")
+    attention.add_argument(
+        "--layout", choices=layout_names(), help="an attention with its options: a file of configs/layout"
+    )
     parser.add_argument(
         "--option",
         nargs="+",
@@ -202,5 +207,10 @@ def main(argv: list[str]) -> None:
         args.option = parse_options(args.option)
     except ValueError:
         parser.error("--option must be KEY=VALUE, as in mix=joint_offset")
+    if args.layout is not None:
+        args.attention, options, layers = attention_of_layout(args.layout)
+        args.option = {**options, **args.option}
+        args.softmax_layers = args.softmax_layers or layers or ""
+    del args.layout  # it is not a setting of its own
     disable_malloc_trim()
     linearize(args)

@@ -78,7 +78,7 @@ def missing_options(config: DictConfig) -> dict[str, Any]:
         names += HEAD_OPTIONS
     if "model" not in given and "model._name" not in given and model["_name"] == f"{OURS}_{DEFAULT_PRESET}":
         names += SIZE_FIELDS
-    if "attention" not in given and is_unset("attention"):
+    if given.isdisjoint({"attention", "layout"}) and is_unset("attention"):
         has_same_attention = True
         names.append("attention")
     else:

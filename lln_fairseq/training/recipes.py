@@ -3,7 +3,11 @@
 configs/ is next to the package in a checkout, and inside the package in an installed wheel.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from lln_fairseq.errors import UserError
 
@@ -11,6 +15,47 @@ PACKAGE = Path(__file__).resolve().parents[1]
 CONFIGS = PACKAGE / "configs"
 if not CONFIGS.is_dir():
     CONFIGS = PACKAGE.parent / "configs"
+
+
+def layout_names() -> list[str]:
+    return sorted(path.stem for path in (CONFIGS / "layout").glob("*.yaml"))
+
+
+def layout_options(name: str) -> dict[str, Any]:
+    """Return the options of the model that configs/layout/NAME.yaml sets."""
+    return dict(OmegaConf.load(CONFIGS / "layout" / f"{name}.yaml").model)
+
+
+def attention_of_layout(name: str) -> tuple[str, dict[str, Any], str | None]:
+    """Return the attention of a layout, the attention's options, and softmax_layers, for a model with trained weights.
+
+    A layout that also sets other options of the model, such as rotary positions, raises UserError: the weights were
+    trained without them.
+    """
+    model = layout_options(name)
+    attention = model.pop("attention")
+    softmax_layers = model.pop("softmax_layers", None)
+    options = {}
+    others = []
+    for key, value in model.items():
+        option = key.removeprefix(f"{attention}_")
+        if option == key:
+            others.append(key)
+        options[option] = value
+    if others:
+        raise UserError(
+            f"the layout {name} sets {' and '.join(others)}, which trained weights cannot get: choose the attention "
+            f"{attention} and its options instead"
+        )
+    return attention, options, softmax_layers
+
+
+def check_attention_override(overrides: Iterable[str]) -> None:
+    """Raise UserError if an override chooses a layout in the group of attentions, where it was until version 0.3."""
+    for override in overrides:
+        name = override.removeprefix("attention=")
+        if name != override and name in layout_names():
+            raise UserError(f"{name} is a layout, not an attention: use layout={name} instead of {override}")
 
 
 def check_recipe(directory: Path, name: str | None) -> None:

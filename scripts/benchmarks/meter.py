@@ -19,16 +19,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from lln_fairseq.attention.layers import check_attention_spec
 from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.errors import first_line
 from lln_fairseq.training.malloc import disable_malloc_trim
-from lln_fairseq.training.recipes import CONFIGS
+from lln_fairseq.training.recipes import layout_names, layout_options
 
-LOCAL_GLOBAL = "local_global"
 MAX_SECONDS = 20.0  # a call whose repeats took longer in total is not repeated more than MIN_REPEATS times
 MIN_REPEATS = 3
 HOST_CALLS = 50
@@ -73,14 +71,14 @@ def attention_argument(text: str) -> str:
 
 
 def model_argument(text: str) -> str:
-    """Return "local_global", or what attention_argument returns."""
-    return text if text == LOCAL_GLOBAL else attention_argument(text)
+    """Return the name of a layout, or what attention_argument returns."""
+    return text if text in layout_names() else attention_argument(text)
 
 
 def attention_options(name: str) -> dict[str, Any]:
-    """Return RoBERTa's options for "local_global" or an attention spec, which may have `dropout` as one more option."""
-    if name == LOCAL_GLOBAL:
-        return dict(OmegaConf.load(CONFIGS / "attention" / "local_global.yaml"))
+    """Return RoBERTa's options for a layout or an attention spec, which may have `dropout` as one more option."""
+    if name in layout_names():
+        return layout_options(name)
     attention, options = parse_attention_spec(name)
     named = {"attention": attention}
     if "dropout" in options:

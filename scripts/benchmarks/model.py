@@ -10,7 +10,7 @@ configs/model/lra.yaml, at the lengths of the Long Range Arena's tasks and their
 All attentions are timed in turn, repeat by repeat, and the tables show the medians. Each has a model and optimizer
 of its own in memory: give fewer --attentions if they do not fit. `softmax` is torch's fused kernel, which fairseq's own
 RoBERTa also calls with torch 2. `softmax_matrix` builds the N x N matrix, as fairseq did when the paper was written.
-`local_global` is the model of configs/attention/local_global.yaml. As in fairseq, half precision has float32 master
+A layout of configs/layout is named like an attention. As in fairseq, half precision has float32 master
 weights, but the loss scale of float16 is constant. Peak memory is that of a model alone, as torch reports it on a GPU;
 on a CPU it is the peak of the resident set of a child process.
 """

@@ -8,7 +8,7 @@ The models get the token ids of a single sequence of each length, or of a pair w
 also get many sequences of mixed lengths, which are padded in batches. The loaded models run in every precision that is
 faster than float32 on this processor, transformers with torch's fused softmax attention (sdpa) in float32 and bfloat16,
 and the exported models in onnxruntime in float32 and 8 bits, if it is installed. Attentions that are not the default
-ones are only loaded; `local_global` is the model of configs/attention/local_global.yaml. onnxruntime holds all
+ones are only loaded; layouts of configs/layout are named like attentions. onnxruntime holds all
 attention weights of softmax, which takes more than 10 GB for 8,192 tokens: leave those models out with --without
 "onnxruntime, softmax" "onnxruntime, softmax, 8 bits".
 

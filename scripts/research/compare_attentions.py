@@ -341,7 +341,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         type=models_argument,
         default=DEFAULT_ATTENTIONS,
         metavar="NAME[:OPTION=VALUE,...],...",
-        help="attentions to compare, or the recipe local_global; the first one is the baseline (default: %(default)s)",
+        help="attentions to compare, or layouts; the first one is the baseline (default: %(default)s)",
     )
     parser.add_argument("--seeds", nargs="+", default=["1", "2"], help="seeds of every attention (default: 1 2)")
     parser.add_argument("--updates", type=at_least_one, help="updates of pre-training (default: the corpus decides)")

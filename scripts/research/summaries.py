@@ -21,7 +21,7 @@ def attentions_argument(text: str) -> list[str]:
 
 
 def models_argument(text: str) -> list[str]:
-    """Convert an argument as `attentions_argument` does. One of the attentions may be "local_global"."""
+    """Convert an argument as `attentions_argument` does. Each may also be a layout."""
     return [model_argument(spec) for spec in split_specs(text)]
 
 

@@ -33,6 +33,7 @@ from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models.adapt import POSITIONS
 from lln_fairseq.text.tokenizers import train_sentencepiece
 from lln_fairseq.text.vocabulary import load_vocabulary
+from lln_fairseq.training.recipes import layout_options
 from tests.conversion.sources import (
     PIECES,
     ROBERTA_IDS,
@@ -200,6 +201,18 @@ def test_tokenizer_that_cuts_at_the_left_is_rejected(tmp_path):
     with pytest.raises(UserError, match="the tokenizer cuts long texts at truncation_side left"):
         convert(tmp_path / "in", tmp_path / "out", "softmax")
     assert not (tmp_path / "out").exists()
+
+
+def test_layout_sets_attention_and_its_options(sources, tmp_path):
+    convert(sources["roberta"][1], tmp_path / "out", layout="long_pairs")
+
+    options = load_checkpoint_lazily(str(tmp_path / "out/model.pt"))["cfg"]["model"]
+    assert layout_options("long_pairs").items() <= options.items()
+
+
+def test_layout_that_changes_the_model_is_rejected(sources, tmp_path):
+    with pytest.raises(UserError, match="local_global sets rotary and encoder_normalize_before, which trained weights"):
+        convert(sources["roberta"][1], tmp_path / "out", layout="local_global")
 
 
 def test_special_token_in_text_is_unknown(sources, tmp_path):

@@ -16,6 +16,7 @@ from lln_fairseq.linearize.attention_transfer import swapped_attention
 from lln_fairseq.linearize.distillation import Distillation
 from lln_fairseq.linearize.layerwise import Students
 from lln_fairseq.linearize.task_rows import TaskRows, encoder_tokens
+from lln_fairseq.training.recipes import layout_options
 from tests import text_runs
 from tests.fairseq_runs import (
     CLASSIFICATION,
@@ -259,6 +260,17 @@ def test_named_layer_keeps_the_softmax_of_the_teacher(teacher, tmp_path, capsys)
     assert load_checkpoint_lazily(str(out / "model.pt"))["cfg"]["model"]["softmax_layers"] == "1"
     assert run(path, data, out, *OPTIONS, "--softmax-layers", "1") == 0
     assert "is complete" in capsys.readouterr().out
+
+
+def test_layout_sets_attention_and_its_options(teacher, tmp_path, capsys):
+    path, data = teacher
+    out = tmp_path / "out"
+
+    assert run(path, data, out, "--layout", "long_pairs", "--option", "block_size=16", "--softmax-layers", "0") == 0
+
+    options = load_checkpoint_lazily(str(out / "model.pt"))["cfg"]["model"]
+    assert layout_options("long_pairs").items() - {("block_diag_block_size", 128)} <= options.items()
+    assert (options["block_diag_block_size"], options["softmax_layers"]) == (16, "0")
 
 
 def test_softmax_layers_of_the_teacher_become_linear(teacher, tmp_path):

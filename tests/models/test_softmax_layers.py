@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-import yaml
 
 import lln_fairseq
 from lln_fairseq.__main__ import main
@@ -13,7 +12,7 @@ from lln_fairseq.attention import ATTENTION_REGISTRY
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.evaluate import compute_outputs, format_predictions, load_finetuned_model
-from lln_fairseq.training.recipes import CONFIGS
+from lln_fairseq.training.recipes import layout_options
 from lln_fairseq.training.sequence_parallel import shard_multiple
 from tests.conversion.sources import add_noise, compute_logits, padded_batch
 from tests.fairseq_runs import (
@@ -196,7 +195,7 @@ def test_analyze_measures_both_kinds_of_layers(trained, capsys):
     assert second[2:5] == ["-", "-", "-"]  # softmax has no α and β
 
 
-def test_local_global_recipe_is_trained_fine_tuned_and_predicts_longer_texts(tmp_path, monkeypatch):
+def test_local_global_layout_is_trained_fine_tuned_and_predicts_longer_texts(tmp_path, monkeypatch):
     """The pre-training has samples of up to 512 tokens. The classifier takes its model from the checkpoint."""
     data = make_glue(tmp_path, "SST-2") / "SST-2"
     start = tmp_path / "pretrained/checkpoint_last.pt"
@@ -208,10 +207,10 @@ def test_local_global_recipe_is_trained_fine_tuned_and_predicts_longer_texts(tmp
         hydra_train(monkeypatch, *run.split(), *folders, *overrides, recipe=recipe)
 
     sizes = ("model=small", "model.encoder_embed_dim=32", "model.encoder_ffn_embed_dim=64")  # four layers
-    train_two_updates("pretrain", data / "input0", start.parent, "attention=local_global", *sizes)
+    train_two_updates("pretrain", data / "input0", start.parent, "layout=local_global", *sizes)
     train_two_updates("finetune", data, checkpoint.parent, "glue=sst2", f"checkpoint.finetune_from_model={start}")
 
-    options = yaml.safe_load((CONFIGS / "attention/local_global.yaml").read_text()) | {"softmax_layers": "3"}
+    options = layout_options("local_global") | {"softmax_layers": "3"}
     for path in (start, checkpoint):
         assert options.items() <= load_checkpoint_lazily(str(path))["cfg"]["model"].items()
     model, task = load_finetuned_model(str(checkpoint), str(data))

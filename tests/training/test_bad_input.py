@@ -234,7 +234,7 @@ def test_option_of_another_mechanism_is_rejected_under_hydra(attention, tmp_path
 
 
 def test_files_may_have_options_of_another_mechanism(tmp_path, monkeypatch):
-    """configs/attention/long_pairs.yaml sets options of block_diag, which the command line then replaces."""
+    """configs/layout/long_pairs.yaml sets options of block_diag, which the command line then replaces."""
     monkeypatch.chdir(tmp_path)
     models = []
 
@@ -242,7 +242,7 @@ def test_files_may_have_options_of_another_mechanism(tmp_path, monkeypatch):
         models.append(cfg.model)
 
     monkeypatch.setattr(fairseq_cli.hydra_train, "pre_main", main)
-    hydra_train(monkeypatch, "corpus=demo", "run=cpu", "attention=long_pairs", "model.attention=elu")
+    hydra_train(monkeypatch, "corpus=demo", "run=cpu", "layout=long_pairs", "model.attention=elu")
     assert (models[0].attention, models[0].block_diag_block_size) == ("elu", 128)
 
 
