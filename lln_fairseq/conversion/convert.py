@@ -10,11 +10,9 @@ it, give `--tokenizer OUT` to the programs of data_prep.
 """
 
 import argparse
-import dataclasses
 import json
 import re
 import shlex
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +31,8 @@ from lln_fairseq.conversion.directory import new_directory, write_large
 from lln_fairseq.conversion.encoder import DICTIONARY, HEAD, ImportedEncoder, summarize_names
 from lln_fairseq.conversion.from_fairseq import read_fairseq_checkpoint
 from lln_fairseq.conversion.from_hugging_face import read_hugging_face_directory
-from lln_fairseq.conversion.parameter_names import CLASSIFICATION_HEAD, HEAD_WEIGHT
-from lln_fairseq.conversion.read_tokenizer import PROBES
-from lln_fairseq.errors import UserError, first_line, user_errors
-from lln_fairseq.inference.text_model import load_text_model
+from lln_fairseq.conversion.parameter_names import CLASSIFICATION_HEAD
+from lln_fairseq.errors import UserError, user_errors
 from lln_fairseq.models.adapt import ATTENTION_PARAMETERS, POSITIONS, extended_rotary_base, resize_positions
 from lln_fairseq.models.lln_roberta import LLNRobertaModel, RobertaConfig
 from lln_fairseq.models.options import format_softmax_layers, parse_softmax_layers
@@ -50,8 +46,6 @@ from lln_fairseq.training.recipes import attention_of_layout, layout_names
 
 CHECKPOINT = "model.pt"
 SEED = 1  # for the parameters that the source does not have
-TOLERANCE = 1e-4  # between the outputs of transformers and ours
-MAX_COMPARED = 512  # tokens of a text for which they are compared
 MAX_POSITIONS = 1 << 20  # a positional table of 4 GB for 1,024 features
 
 
@@ -100,8 +94,6 @@ def convert(
     with new_directory(out) as directory:
         if source.is_dir():
             encoder = read_hugging_face_directory(source)
-            if encoder.reference is not None:
-                check_outputs(encoder, source)
         else:
             encoder = read_fairseq_checkpoint(source, dictionary, heads)
         if attention is None:
@@ -116,39 +108,6 @@ def convert(
             change_max_positions(encoder, positions)
         write_converted_encoder(encoder, directory)
     return encoder
-
-
-def check_outputs(encoder: ImportedEncoder, source: Path) -> None:
-    """Raise UserError if the source's own outputs for three texts differ from those of our model with softmax."""
-    assert encoder.reference is not None
-    with tempfile.TemporaryDirectory() as folder:
-        options = {**encoder.options, "attention": "softmax"}
-        copy = dataclasses.replace(encoder, parameters=dict(encoder.parameters), options=options, notes=[])
-        write_converted_encoder(copy, Path(folder))
-        text_model = load_text_model(Path(folder, CHECKPOINT))
-    rows = [[text] for text in (PROBES[0], PROBES[1], " ".join(PROBES * 10))]
-    length = min(text_model.longest, MAX_COMPARED)
-    samples = [sample[:length] for sample in text_model.ids.encode_rows(rows)]
-    tokens = nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=PAD)
-    model = text_model.model.cpu()
-    try:
-        expected = encoder.reference(tokens)
-    except Exception as error:  # it is any architecture of transformers
-        raise UserError(f"{source}: transformers cannot compute its outputs: {first_line(error)}") from error
-    with torch.no_grad():
-        actual = [model(tokens, features_only=True)[0]]
-        if HEAD_WEIGHT in encoder.parameters:
-            actual.append(model(tokens)[0])
-    real = tokens.ne(PAD)
-    for ours, theirs in zip(actual, expected, strict=False):  # without a head, there are no logits
-        difference = float("inf")
-        if ours.shape == theirs.shape:
-            difference = (ours[real] - theirs[real]).abs().max().item()
-        if not difference <= TOLERANCE:
-            raise UserError(
-                f"{source} is not a RoBERTa or BERT: its own outputs in transformers differ by {difference:.1e} "
-                f"from those of the converted model, more than {TOLERANCE:.0e}"
-            )
 
 
 def change_attention(encoder: ImportedEncoder, attention: str, softmax_layers: str | None) -> None:

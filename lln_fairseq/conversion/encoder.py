@@ -1,6 +1,6 @@
 """The common form of an encoder that was read from Hugging Face or fairseq, and checks of its tensors."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,6 @@ class ImportedEncoder:
         files: contents of the tokenizer's files by the file names that data_prep uses; empty if there is no tokenizer.
         notes: one sentence for the user about each difference from the source.
         pooling: the pooling of an encoder of sentence vectors; None for a model with a head.
-        reference: computes the source's own hidden states (B, N, C) and logits (B, N, V) of tokens (B, N) in fairseq's
-            ids; None if the architecture is known, so that they need no comparison.
         is_classifier: whether the model has a classification head.
         labels: the names of its classes, in order; empty for a regression.
     """
@@ -37,7 +35,6 @@ class ImportedEncoder:
     files: dict[str, bytes]
     notes: list[str] = field(default_factory=list)
     pooling: Pooling | None = None
-    reference: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
     is_classifier: bool = False
     labels: list[str] = field(default_factory=list)
 

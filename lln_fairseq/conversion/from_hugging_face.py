@@ -9,7 +9,6 @@ import dataclasses
 import re
 import tempfile
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from lln_fairseq.attention.context import BERT_PAIRS
 from lln_fairseq.checkpoints.config import POSITION_OFFSET
 from lln_fairseq.checkpoints.reading import check_weights, load_plain_data, verify_checksums, without_wrappers
 from lln_fairseq.conversion.directory import CONFIG, read_json
-from lln_fairseq.conversion.encoder import HEAD, ImportedEncoder, choose_pooling, require_shapes, summarize_names
+from lln_fairseq.conversion.encoder import HEAD, ImportedEncoder, choose_pooling, summarize_names
 from lln_fairseq.conversion.parameter_names import (
     ATTENTION_PREFIX,
     BERT,
@@ -53,45 +52,6 @@ from lln_fairseq.text.special_symbols import PAD
 
 OURS = "lln_roberta"  # the models that `lln-fairseq export` writes with code
 MODEL_TYPES = (ROBERTA, "xlm-roberta", "camembert", BERT, DISTILBERT, OURS)
-# What the configuration of any other model must have to be tried.
-SETTINGS = (
-    "num_attention_heads",
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "layer_norm_eps",
-    "pad_token_id",
-    "tie_word_embeddings",
-)
-ROTARY = "its positions are only rotary, and this project's models also add a learned embedding to each position"
-RELATIVE = "its attention has relative positions, and this project's models add a learned embedding to each position"
-CAUSAL = "it is a decoder, whose tokens see only the tokens before them"
-PRE_NORM = "it applies layer norm before each sublayer, and only models that apply it after each are read"
-WITH_DECODER = "it has an encoder and a decoder, and its positions are relative"
-# The reasons why other well-known models cannot be converted, by their model_type.
-UNSUPPORTED_TYPES = {
-    "albert": "all its layers share their parameters, and its embeddings are narrower than its layers",
-    "deberta": RELATIVE,
-    "deberta-v2": RELATIVE,
-    "electra": "its embeddings can be narrower than its layers, and its parameters have other names",
-    "eurobert": ROTARY,
-    "gemma3_text": CAUSAL,
-    "gpt2": CAUSAL,
-    "gte": ROTARY,
-    "llama": CAUSAL,
-    "mistral": CAUSAL,
-    "modernbert": ROTARY,
-    "mpnet": RELATIVE,
-    "mt5": WITH_DECODER,
-    "neobert": ROTARY,
-    "new": ROTARY,  # GTE
-    "nomic_bert": ROTARY,
-    "qwen2": CAUSAL,
-    "qwen3": CAUSAL,
-    "roberta-prelayernorm": PRE_NORM,
-    "t5": WITH_DECODER,
-    "xlm-roberta-xl": PRE_NORM,
-    "xlnet": RELATIVE,
-}
 # Hugging Face's activations by fairseq's names.
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_accurate", "gelu_pytorch_tanh": "gelu_accurate", "relu": "relu"}
 DISTILBERT_EPS = 1e-12  # of its layer norms, which its config.json does not state
@@ -111,8 +71,7 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
 
     This is a language-model head, or a classification head if the architecture in config.json has one. The rows of the
     embedding are put in the order of fairseq's ids. Parts for other tasks are left out, with a note.
-    `directory` can also be a model of sentence-transformers, see `locate_model`. The outputs of an architecture that is
-    not one of MODEL_TYPES must still be compared, see `ImportedEncoder.reference`.
+    `directory` can also be a model of sentence-transformers, see `locate_model`.
 
     Raises:
         UserError: if the architecture is not supported, a tensor is missing, unknown or of the wrong shape, or the
@@ -135,7 +94,6 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
     notes: list[str] = []
     model, loading_info = _load_model(directory, stated_config["model_type"], is_classifier, notes)
     config = model.config
-    is_known = config.model_type in MODEL_TYPES
     is_ours = config.model_type == OURS
     sizes = _read_sizes(config)
     labels: list[str] = []
@@ -149,8 +107,6 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
     family = ROBERTA
     if config.model_type in (BERT, DISTILBERT):
         family = config.model_type
-    elif "cls.predictions.bias" in tensors:
-        family = BERT
     names = list(encoder_names(sizes, family))
     missing = {_without_prefix(name) for name in loading_info["missing_keys"]}
     head = list(head_names(sizes, family))
@@ -162,10 +118,6 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
     lost = sorted(missing - {TOKEN_TYPES})
     if lost:
         raise UserError(f"{directory} lacks {summarize_names(lost)}")
-    if not is_known:
-        shapes = {name.hugging_face: name.shape for name in names}
-        shapes[TOKEN_TYPES] = (config.type_vocab_size, sizes.features)
-        require_shapes(tensors, shapes, directory, CONFIG)
     converted_parts = CLASSIFIER_PARTS if is_classifier else CONVERTED_PARTS
     notes += _note_unused_tensors(loading_info["unexpected_keys"], converted_parts, directory)
     notes += prompt_notes
@@ -208,9 +160,6 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
     options["max_positions"] = len(parameters[POSITIONS]) - POSITION_OFFSET
     notes += note_max_length(directory, options["max_positions"])
     _reorder_symbols(parameters, vocabulary)
-    reference = None
-    if not is_known:
-        reference = partial(_own_outputs, model, torch.tensor(vocabulary.order))
     return ImportedEncoder(
         parameters,
         options,
@@ -218,24 +167,16 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
         vocabulary.files,
         notes,
         pooling,
-        reference,
         is_classifier,
         labels,
     )
-
-
-@torch.no_grad()
-def _own_outputs(model: Any, order: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `ImportedEncoder.reference` with a model of transformers. `order` is that of `SourceVocabulary`, (V,)."""
-    outputs = model(input_ids=order[tokens], attention_mask=tokens.ne(PAD).long(), output_hidden_states=True)
-    return outputs.hidden_states[-1], outputs.logits[..., order]
 
 
 def _has_classification_head(config: dict[str, Any], path: Path) -> bool:
     """Return True if a config.json, read from `path`, names an architecture that classifies texts.
 
     The names of tensors do not show it: a multiple-choice head has those of a classifier with one label. UserError is
-    raised if the architecture has a head of LOST_HEADS, or is a classifier that is not one of MODEL_TYPES.
+    raised if the architecture has a head of LOST_HEADS.
     """
     architectures = [str(name) for name in config.get("architectures") or ()]
     for name in architectures:
@@ -244,12 +185,7 @@ def _has_classification_head(config: dict[str, Any], path: Path) -> bool:
                 f"{path}: {name} has a head that cannot be kept. Encoders, masked language models and "
                 f"{CLASSIFIER} can be converted"
             )
-    is_classifier = any(name.endswith(CLASSIFIER) for name in architectures)
-    if is_classifier and config["model_type"] not in MODEL_TYPES:
-        raise UserError(
-            f"{path}: a classifier must have the model_type {' or '.join(MODEL_TYPES)}, got {architectures}"
-        )
-    return is_classifier
+    return any(name.endswith(CLASSIFIER) for name in architectures)
 
 
 def _read_labels(config: Any, path: Path) -> list[str]:
@@ -326,9 +262,6 @@ def _load_model(directory: Path, model_type: str, is_classifier: bool, notes: li
     try:
         with silence(), tempfile.TemporaryDirectory() as copy:
             config = config_class.from_pretrained(directory, **options)
-            lacking = [name for name in SETTINGS if not hasattr(config, name)]
-            if lacking and model_type not in MODEL_TYPES:
-                raise ValueError(f"a configuration of {model_type} has no {lacking[0]}")
             sizes = _read_sizes(config)
             layer = 4 * sizes.features**2 + 2 * sizes.features * sizes.ffn_features
             num_parameters = (sizes.vocabulary + sizes.positions) * sizes.features + sizes.layers * layer
@@ -423,11 +356,8 @@ def _checkpoint_advice(directory: Path) -> str:
 def _check_architecture(config: dict[str, Any], path: Path) -> None:
     """Raise UserError if config.json, read from `path`, describes a model that fairseq's RoBERTa cannot represent."""
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type in UNSUPPORTED_TYPES:
-        reason = ""
-        if isinstance(model_type, str):
-            reason = f": {UNSUPPORTED_TYPES[model_type]}"
-        raise UserError(f"{path}: model_type must be {' or '.join(MODEL_TYPES)}, got {model_type}{reason}")
+    if model_type not in MODEL_TYPES:
+        raise UserError(f"{path}: model_type must be {' or '.join(MODEL_TYPES)}, got {model_type}")
     for option in DECODER_OPTIONS:
         if config.get(option):
             raise UserError(f"{path}: only encoders can be converted, but {option} is {config[option]}")
