@@ -28,9 +28,9 @@ from lln_fairseq.checkpoints.config import POSITION_OFFSET, STOCK_ATTENTION
 from lln_fairseq.checkpoints.pooling import pooling_entries
 from lln_fairseq.checkpoints.reading import PLUGIN_STATE
 from lln_fairseq.conversion.directory import new_directory, write_large
-from lln_fairseq.conversion.encoder import DICTIONARY, HEAD, ImportedEncoder, summarize_names
 from lln_fairseq.conversion.from_fairseq import read_fairseq_checkpoint
 from lln_fairseq.conversion.from_hugging_face import read_hugging_face_directory
+from lln_fairseq.conversion.imported_encoder import DICTIONARY, HEAD, ImportedEncoder, summarize_names
 from lln_fairseq.conversion.parameter_names import CLASSIFICATION_HEAD
 from lln_fairseq.errors import UserError, user_errors
 from lln_fairseq.models.adapt import ATTENTION_PARAMETERS, POSITIONS, extended_rotary_base, resize_positions

@@ -18,12 +18,11 @@ from lln_fairseq.checkpoints.pooling import stored_pooling
 from lln_fairseq.checkpoints.reading import check_weights, load_checkpoint_lazily, verify_checksums
 from lln_fairseq.checkpoints.run_tokenizer import DICTIONARIES, directories
 from lln_fairseq.conversion.directory import as_float32
-from lln_fairseq.conversion.encoder import (
+from lln_fairseq.conversion.imported_encoder import (
     DICTIONARY,
     HEAD,
     ImportedEncoder,
     choose_pooling,
-    require_shapes,
     summarize_names,
 )
 from lln_fairseq.conversion.parameter_names import (
@@ -181,8 +180,22 @@ def _roberta_parameters(
     if has_head:
         available.setdefault(HEAD_WEIGHT, tensors[EMBEDDING])
         shapes[HEAD_WEIGHT] = (sizes.vocabulary, sizes.features)
-    require_shapes(available, shapes, path, "its embeddings and first layer")
+    _require_shapes(available, shapes, path)
     return {name: available[name] for name in shapes}
+
+
+def _require_shapes(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    """Raise UserError if one of the tensors that `shapes` names is missing or has another shape."""
+    missing = [name for name in shapes if name not in tensors]
+    if missing:
+        raise UserError(f"{path} lacks {summarize_names(missing)}")
+    for name, expected in shapes.items():
+        actual = tuple(tensors[name].shape)
+        if actual != expected:
+            raise UserError(
+                f"{path}: the shape of {name} must be {expected} according to its embeddings and first layer, got "
+                f"{actual}"
+            )
 
 
 def _note_unused_tensors(tensors: Mapping[str, Tensor], used: Mapping[str, Tensor], path: Path) -> list[str]:

@@ -20,7 +20,7 @@ from lln_fairseq.attention.context import BERT_PAIRS
 from lln_fairseq.checkpoints.config import POSITION_OFFSET
 from lln_fairseq.checkpoints.reading import check_weights, load_plain_data, verify_checksums, without_wrappers
 from lln_fairseq.conversion.directory import CONFIG, read_json
-from lln_fairseq.conversion.encoder import HEAD, ImportedEncoder, choose_pooling, summarize_names
+from lln_fairseq.conversion.imported_encoder import HEAD, ImportedEncoder, choose_pooling, summarize_names
 from lln_fairseq.conversion.parameter_names import (
     ATTENTION_PREFIX,
     BERT,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.checkpoints.config import POSITION_OFFSET, STOCK_ATTENTION
-from lln_fairseq.conversion.encoder import HEAD
+from lln_fairseq.conversion.imported_encoder import HEAD
 from lln_fairseq.conversion.parameter_names import (
     ATTENTION_PREFIX,
     ENCODER,

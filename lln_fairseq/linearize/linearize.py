@@ -31,8 +31,8 @@ from lln_fairseq.attention import MECHANISMS, reject_layer_mechanism
 from lln_fairseq.attention.registry import parse_config, parse_options
 from lln_fairseq.checkpoints.compatibility import is_finetuned
 from lln_fairseq.conversion.convert import CHECKPOINT, finetuning_command, write_converted_encoder
-from lln_fairseq.conversion.encoder import ImportedEncoder
 from lln_fairseq.conversion.from_fairseq import read_fairseq_checkpoint
+from lln_fairseq.conversion.imported_encoder import ImportedEncoder
 from lln_fairseq.errors import user_errors
 from lln_fairseq.linearize import teacher
 from lln_fairseq.linearize.classifier import ClassifierLinearization

@@ -20,7 +20,7 @@ from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, plugin_state
 from lln_fairseq.checkpoints.run_tokenizer import FOLDER, directories, save_tokenizer
 from lln_fairseq.conversion.convert import CHECKPOINT, checkpoint_at_update_0
 from lln_fairseq.conversion.directory import save_atomically
-from lln_fairseq.conversion.encoder import DICTIONARY
+from lln_fairseq.conversion.imported_encoder import DICTIONARY
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models import LLNRobertaModel

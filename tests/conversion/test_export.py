@@ -26,8 +26,8 @@ from lln_fairseq.__main__ import main
 from lln_fairseq.attention.context import first_segment_lengths
 from lln_fairseq.conversion.convert import build_checkpoint, convert
 from lln_fairseq.conversion.directory import new_directory
-from lln_fairseq.conversion.encoder import ImportedEncoder
 from lln_fairseq.conversion.export import export
+from lln_fairseq.conversion.imported_encoder import ImportedEncoder
 from lln_fairseq.conversion.to_hugging_face import convert_to_hugging_face
 from lln_fairseq.conversion.write_tokenizer import convert_tokenizer, is_approximate
 from lln_fairseq.errors import UserError

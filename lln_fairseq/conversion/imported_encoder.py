@@ -1,14 +1,11 @@
-"""The common form of an encoder that was read from Hugging Face or fairseq, and checks of its tensors."""
+"""The common form of an encoder that was read from Hugging Face or fairseq."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from lln_fairseq.checkpoints.pooling import Pooling
-from lln_fairseq.errors import UserError
 
 DICTIONARY = "dict.txt"
 HEAD = "encoder.lm_head."  # prefix of the parameters of the masked-language-model head
@@ -60,26 +57,3 @@ def summarize_names(names: list[str], count: int = 3) -> str:
     if len(names) > count:
         text += f" and {len(names) - count} more"
     return text
-
-
-def require_shapes(
-    tensors: Mapping[str, Tensor],
-    shapes: Mapping[str, tuple[int, ...]],
-    source: Path,
-    reference: str,
-) -> None:
-    """Raise UserError if one of the tensors that `shapes` names is missing or has another shape.
-
-    Args:
-        tensors: the tensors to check; tensors that `shapes` does not name are ignored.
-        shapes: the required shape of each tensor.
-        source: the file or directory that the tensors were read from, for the message.
-        reference: what the required shapes were derived from, for the message.
-    """
-    missing = [name for name in shapes if name not in tensors]
-    if missing:
-        raise UserError(f"{source} lacks {summarize_names(missing)}")
-    for name, expected in shapes.items():
-        actual = tuple(tensors[name].shape)
-        if actual != expected:
-            raise UserError(f"{source}: the shape of {name} must be {expected} according to {reference}, got {actual}")
