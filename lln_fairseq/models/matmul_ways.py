@@ -56,11 +56,9 @@ class OneDNNWay(Way):
         self.bias = bias.to(self.dtype)
 
     def __call__(self, x: Tensor, gelu: bool = False) -> Tensor:
-        activation = "gelu" if gelu else "none"
-        algorithm = "none" if gelu else ""  # "none" is the exact GELU, not its approximation by tanh
-        x = x.to(self.dtype)
-        out = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, activation, [], algorithm)
-        return out.to(self.gelu_dtype if gelu else torch.float32)
+        out = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        # With AVX2 only, oneDNN's own GELU makes the product of 128 tokens and 1,536 features 18 % slower.
+        return torch.ops.aten.gelu_(out) if gelu else out
 
 
 class BFloat16Way(OneDNNWay):
@@ -69,6 +67,13 @@ class BFloat16Way(OneDNNWay):
     precision = "bfloat16"
     dtype = torch.bfloat16
     gelu_dtype = torch.bfloat16  # the next layer would round it anyway
+
+    def __call__(self, x: Tensor, gelu: bool = False) -> Tensor:
+        activation = "gelu" if gelu else "none"
+        algorithm = "none" if gelu else ""  # "none" is the exact GELU, not its approximation by tanh
+        x = x.to(self.dtype)
+        out = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, activation, [], algorithm)
+        return out.to(self.gelu_dtype if gelu else torch.float32)
 
 
 class Int8Way(Way):
