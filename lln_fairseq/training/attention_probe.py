@@ -1,13 +1,13 @@
 """Run the probe of analysis/probe.py during training (--probe-interval): measure the attention on a fixed batch."""
 
 import logging
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from lln_fairseq.errors import user_errors
+from lln_fairseq.training.tensorboard import open_writer
 from lln_fairseq.training.worker import is_first_worker
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class AttentionProbe:
     def __init__(self, cfg: Any) -> None:
         self.cfg = cfg
         self._probe: Any = None  # built when it first runs
-        self._has_started = False
+        self._start: int | None = None  # number of updates before the first one of this process
 
     def before_step(self, model: nn.Module, updates: int, datasets: Mapping[str, Any]) -> None:
         """Measure the model before its first update. Every later call, and every call in a resumed run, does nothing.
@@ -33,9 +33,10 @@ class AttentionProbe:
         `updates` is the number of completed updates, and `datasets` has the loaded splits by name. A model without an
         attention of this package raises UserError.
         """
-        if not self._has_started and updates == 0:
-            self._run_probe(model, 0, datasets)
-        self._has_started = True
+        if self._start is None:
+            self._start = updates
+            if updates == 0:
+                self._run_probe(model, 0, datasets)
 
     def after_update(self, model: nn.Module, updates: int, datasets: Mapping[str, Any]) -> None:
         """Measure the model if the number of completed updates is a multiple of the interval."""
@@ -59,8 +60,6 @@ class AttentionProbe:
         Its samples are spread evenly over the first loaded split other than "train", or over "train" if there is no
         other.
         """
-        from torch.utils.tensorboard import SummaryWriter
-
         from lln_fairseq.analysis import probe  # imports scipy, which runs without the probe do not need
 
         with user_errors():
@@ -77,4 +76,4 @@ class AttentionProbe:
             dataset.set_epoch(1)
         (batch,) = probe.spread_batches(dataset, 1, self.cfg.probe_sequences, model)
         logger.info(f"the probe measures {len(batch['src_tokens'])} sequences of split '{split}'")
-        return probe.Probe(batch, SummaryWriter(os.path.join(self.cfg.tensorboard_logdir, TENSORBOARD_RUN)))
+        return probe.Probe(batch, open_writer(self.cfg.tensorboard_logdir, TENSORBOARD_RUN, self._start or 0))

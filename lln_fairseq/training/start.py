@@ -47,7 +47,7 @@ from lln_fairseq.training.resume import find_early_stopping, reason_for_completi
 from lln_fairseq.training.run_identity import check_same_run, run_origin
 from lln_fairseq.training.schedule import plan_schedule
 from lln_fairseq.training.summary import CONFIGURATION, log_summary
-from lln_fairseq.training.tensorboard import write_configuration
+from lln_fairseq.training.tensorboard import continue_curves, write_configuration
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +151,7 @@ def prepare_training(original: Callable, cfg: Any, trainer: Trainer, **kwargs: A
         return extra_state, iterator
     if is_first and trainer.cfg.common.tensorboard_logdir:
         write_configuration(trainer.cfg)
+        continue_curves(trainer.cfg, trainer.get_num_updates())
     if saves:
         write_bytes(Path(cfg.save_dir, CONFIGURATION), config_yaml(trainer.cfg).encode())
     if is_first:

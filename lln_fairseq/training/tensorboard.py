@@ -2,7 +2,7 @@
 
     train_inner/inverse_loss_scale, train_inner/overflows          with fp16, see loss_scale.py
     attention/{sigma_q, sigma_k, tau_sm, tau_lln, alpha, beta}/layer_NN
-    the configuration as text, and the settings that change the result of a run for the HPARAMS tab
+    the configuration as text, the settings that change the result of a run for the HPARAMS tab, and the paper's panels
 
 The layer scalars are computed only in the updates that are logged, so that other updates are not slowed down.
 """
@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from fairseq.logging import progress_bar
 from torch import Tensor, nn
 
 from lln_fairseq.analysis import layer_scalars
@@ -60,6 +61,7 @@ class LayerScalars:
 
     def __init__(self, cfg: Any) -> None:
         self.cfg = cfg
+        self._start: int | None = None  # number of updates before the first one of this process
         self._updates = 0  # completed before the current update
         self._writer: Any = None
 
@@ -70,6 +72,8 @@ class LayerScalars:
         The list that is yielded is that of `layer_scalars.observe`. Without --tensorboard-logdir, and in updates that
         are not logged, it is empty. `updates` is the number of completed updates.
         """
+        if self._start is None:
+            self._start = updates
         self._updates = updates
         if not self.cfg.tensorboard_logdir or (updates + 1) % self.cfg.log_interval:
             yield []
@@ -99,10 +103,7 @@ class LayerScalars:
     def _write_layers(self, layers: list[list[float]], updates: int) -> None:
         """Write the scalars of each layer, in the order of layer_scalars.NAMES. Leave out NaN and infinite values."""
         if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(os.path.join(self.cfg.tensorboard_logdir, TENSORBOARD_RUN))
-            self._writer.add_custom_scalars(LAYOUT)
+            self._writer = open_writer(self.cfg.tensorboard_logdir, TENSORBOARD_RUN, self._start or 0)
         for number, values in enumerate(layers):
             for name, value in zip(layer_scalars.NAMES, values, strict=True):
                 if math.isfinite(value):
@@ -110,18 +111,40 @@ class LayerScalars:
         self._writer.flush()
 
 
+def open_writer(logdir: str, run: str, updates: int) -> Any:
+    """Return a writer for the directory `run` below the log directory, of a run that has made `updates` updates.
+
+    TensorBoard forgets the values of later updates in the directory. They are those of a run that was killed after its
+    last checkpoint, and are written again.
+    """
+    from torch.utils.tensorboard import SummaryWriter
+
+    first_step = 0  # the probe also measures the model before the first update
+    if updates > 0:
+        first_step = updates + 1
+    return SummaryWriter(os.path.join(logdir, run), purge_step=first_step)
+
+
+def continue_curves(cfg: Any, updates: int) -> None:
+    """Open fairseq's writers as `open_writer` does, for the directories that an earlier start of a run has left."""
+    logdir = cfg.common.tensorboard_logdir
+    for run in ("train_inner", "train", *cfg.dataset.valid_subset.split(",")):
+        if os.path.isdir(os.path.join(logdir, run)):
+            progress_bar._tensorboard_writers[run] = open_writer(logdir, run, updates)
+
+
 def write_configuration(cfg: Any) -> None:
-    """Write the whole configuration of a run to TensorBoard as text, and its settings for the HPARAMS tab.
+    """Write to TensorBoard the configuration of a run as text, its settings for the HPARAMS tab, and the panels.
 
     The HPARAMS tab adds the metrics by itself: it shows the last value of each scalar below the run's directory.
     """
-    from torch.utils.tensorboard import SummaryWriter
     from torch.utils.tensorboard.summary import hparams
 
     # `hparams` also returns a definition of the experiment, which would limit the tab to this run's settings and
     # metrics. Without it, the tab shows those of all runs.
     _, session_start, _ = hparams(hparams_columns(plain_config(cfg)), {})
-    with SummaryWriter(cfg.common.tensorboard_logdir) as writer:
+    with open_writer(cfg.common.tensorboard_logdir, "", 0) as writer:
+        writer.add_custom_scalars(LAYOUT)
         writer.add_text("configuration", "    " + config_yaml(cfg).replace("\n", "\n    "))
         writer.file_writer.add_summary(session_start)
 

@@ -1,15 +1,18 @@
 """The curves and settings that a run writes to TensorBoard."""
 
 import re
+import shutil
 
 import pytest
 import torch
 from fairseq.logging.progress_bar import _tensorboard_writers
 from fairseq.optim.dynamic_loss_scaler import DynamicLossScaler
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.custom_scalar.metadata import CONFIG_SUMMARY_TAG
 from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
+from tensorboard.summary.writer import event_file_writer
 
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.analysis.layer_scalars import NAMES
@@ -47,7 +50,7 @@ def test_layer_scalars_are_written_at_log_interval(attention, names, corpus, tmp
 
     if attention == "lln_diag":
         written_tags = [tag.split("/", 1)[1] for tag in curves]
-        check_panels(tmp_path / "tb" / "attention", [*written_tags, "inverse_loss_scale"])
+        check_panels((tmp_path / "tb").glob("events.*"), [*written_tags, "inverse_loss_scale"])
 
 
 @pytest.mark.parametrize("options", ["--checkpoint-activations", "--encoder-layerdrop 0.5 --update-freq 2"])
@@ -71,14 +74,39 @@ def test_every_layer_is_averaged_over_its_own_calls():
     assert log[SCALARS].tolist() == [[0.0] * 6, [4.0] * 6]
 
 
-def check_panels(directory, tags):
+def check_panels(files, tags):
     """Check that every panel of the paper's layout shows at least one of the tags."""
-    (value,) = read_summaries(directory.iterdir(), CONFIG_SUMMARY_TAG)
+    (value,) = read_summaries(files, CONFIG_SUMMARY_TAG)
     layout = Layout.FromString(value.tensor.string_val[0])
     assert layout.category[0].chart
     for chart in layout.category[0].chart:
         pattern = "|".join(chart.multiline.tag)
         assert any(re.match(pattern, tag) for tag in tags), chart.title
+
+
+def test_resumed_run_shows_no_update_twice(corpus, tmp_path, monkeypatch):
+    # TensorBoard reads files in the order of their names, which end in this number if they are of the same second.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(100))
+    options = split_options("--save-interval-updates 2 --validate-interval-updates 2 --probe-interval 3")
+    run(monkeypatch, corpus, tmp_path, *options)
+    shutil.copy(tmp_path / "checkpoint_2_4.pt", tmp_path / "checkpoint_last.pt")  # as if killed after update 6
+    run(monkeypatch, corpus, tmp_path, *options)
+    assert_no_update_twice(tmp_path / "tb")
+
+    for checkpoint in tmp_path.glob("*.pt"):  # as if killed before the first checkpoint
+        checkpoint.unlink()
+    run(monkeypatch, corpus, tmp_path, *options)
+    assert_no_update_twice(tmp_path / "tb")
+
+
+def assert_no_update_twice(logdir):
+    for directory in ("train_inner", "train", "valid", "attention", "probe"):
+        events = EventAccumulator(str(logdir / directory))
+        events.Reload()
+        for tag in events.Tags()["scalars"]:
+            steps = [event.step for event in events.Scalars(tag)]
+            assert len(set(steps)) == len(steps), (directory, tag, steps)
+            assert steps[-1] == 6
 
 
 def test_overflows_show_in_inverse_loss_scale(corpus, tmp_path, monkeypatch, half):
