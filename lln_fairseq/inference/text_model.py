@@ -18,7 +18,6 @@ from fairseq.data.data_utils import collate_tokens
 from fairseq.models import BaseFairseqModel
 from torch import Tensor, nn
 
-from lln_fairseq.attention.context import ROBERTA_PAIRS, first_segment_lengths
 from lln_fairseq.checkpoints.compatibility import check_tokenizer, is_finetuned, label_names, takes_any_inputs
 from lln_fairseq.checkpoints.pooling import POOLINGS, Pooling, pool_hidden_states, stored_pooling
 from lln_fairseq.checkpoints.reading import load_checkpoint
@@ -215,7 +214,7 @@ class TextModel(nn.Module):
                 yield vector
             return
         for (text,), vectors in self._map_texts(texts, (1,), compute_features, on_long, TOKEN_CHUNK_CHARACTERS):
-            yield TokenVectors(vectors, self.ids.token_offsets(text)[: len(vectors)])
+            yield TokenVectors(vectors, self.ids.token_offsets(text, len(vectors)))
 
     def fill(self, text: str, k: int = 5, on_long: str = "truncate") -> list[Filling]:
         """Return the k most likely tokens for the single <mask> of a text, the most likely one first.
@@ -290,37 +289,23 @@ class TextModel(nn.Module):
     ) -> Iterator[tuple[Sequence[str], Tensor]]:
         """Yield each text, as a tuple of one or two strings, with the output of `model_function` for it, in order.
 
-        `model_function` maps padded tokens (B, N) on the model's device, and the lengths of their first segments (B,)
-        or None, to B outputs, float32 on the CPU. `max_characters` is how much text is read ahead. At the end, even if
-        the caller stops early, a warning says how many texts were cut.
+        `model_function` maps padded tokens (B, N) on the model's device to B outputs, float32 on the CPU.
+        `max_characters` is how much text is read ahead. At the end, even if the caller stops early, a warning says how
+        many texts were cut.
         """
         _require_many(texts)
         limit = LengthLimit(self.longest, on_long)
         try:
             for chunk in split_into_chunks(texts_to_rows(texts, inputs), max_characters):
-                samples = self.ids.encode_rows(chunk)
-                first_lengths = self._first_lengths(samples)
-                samples = limit.apply(samples)
-                outputs = self._map_samples(samples, first_lengths, chunk, model_function)
+                samples = limit.apply(self.ids.encode_rows(chunk))
+                outputs = self._map_samples(samples, chunk, model_function)
                 yield from zip(chunk, outputs, strict=True)
         finally:
             _log_cut_texts(limit)
 
-    def _first_lengths(self, samples: Sequence[Tensor]) -> Tensor | None:
-        """Return the lengths of the first segments of samples (N,), (samples,), or None if no sample will be cut.
-
-        The encoder finds the segments of samples that are not cut.
-        """
-        if all(len(sample) <= self.longest for sample in samples):
-            return None
-        eos = self.task.source_dictionary.eos()
-        pair_form = getattr(self.model.args, "pair_form", ROBERTA_PAIRS)  # fairseq's own model has no such option
-        return torch.cat([first_segment_lengths(sample[None], eos, pair_form) for sample in samples])
-
     def _map_samples(
         self,
         samples: Sequence[Tensor],
-        first_lengths: Tensor | None,
         rows: Sequence[Sequence[str]],
         model_function: Callable[..., Iterable[Tensor]],
     ) -> list[Tensor]:
@@ -331,28 +316,23 @@ class TextModel(nn.Module):
             if len(samples[batch[0]]) == 0:
                 raise UserError(f"{names[0]} has no tokens")
             tokens = collate_tokens([samples[number] for number in batch], self.task.source_dictionary.pad())
-            batch_first_lengths = None
-            if first_lengths is not None:
-                batch_first_lengths = first_lengths[batch].to(self._device)
-            batch_outputs = model_function(tokens.to(self._device), batch_first_lengths)
+            batch_outputs = model_function(tokens.to(self._device))
             for number, name, output in zip(batch, names, batch_outputs, strict=True):
                 require_finite(output, name)
                 outputs[number] = output
         return outputs
 
     @_without_training
-    def _class_logits(self, tokens: Tensor, first_lengths: Tensor | None = None) -> Tensor:
+    def _class_logits(self, tokens: Tensor) -> Tensor:
         """Return the logits (B, classes) of the classification head for tokens (B, N), float32 on the CPU."""
         head = self.task.cfg.classification_head_name
-        logits, _ = self.model(tokens, features_only=True, classification_head_name=head, first_lengths=first_lengths)
+        logits, _ = self.model(tokens, features_only=True, classification_head_name=head)
         return logits.float().cpu()
 
     @_without_training
-    def _features(
-        self, tokens: Tensor, first_lengths: Tensor | None, pooling: str, normalize: bool
-    ) -> Iterable[Tensor]:
+    def _features(self, tokens: Tensor, pooling: str, normalize: bool) -> Iterable[Tensor]:
         """Return the pooled features (B, C) of tokens (B, N), or a list of (N_i, C) with pooling="tokens"."""
-        features, _ = self.model(tokens, features_only=True, first_lengths=first_lengths)
+        features, _ = self.model(tokens, features_only=True)
         features = features.float()
         real = tokens.ne(self.task.source_dictionary.pad())
         if pooling != TOKENS:

@@ -229,7 +229,7 @@ class TokenStream:
         eos = torch.full((count, 1), self.eos)
         return torch.cat([bos, words, eos], dim=1)
 
-    def mixed_batch(self, tokens: int, longest: int, generator: torch.Generator) -> tuple[Tensor, None]:
+    def mixed_batch(self, tokens: int, longest: int, generator: torch.Generator) -> Tensor:
         """Cut a batch of texts of the same length, and choose that length at random.
 
         The length is `longest` or a half, a quarter, ... of it, each with the same probability. It is at least
@@ -240,14 +240,14 @@ class TokenStream:
             longest: the maximum length in tokens, including bos and eos
             generator: the random generator that chooses the length and the positions
 
-        Returns: ids (texts, length), with at least one text, and None, as no text has segments
+        Returns: ids (texts, length), with at least one text
         Raises: ValueError if the length is less than 3, or if the stream has fewer than length - 2 tokens.
         """
         shortest = min(MIN_TEXT_LENGTH, longest)
         halved = [longest >> halvings for halvings in range(16)]
         lengths = [length for length in halved if length >= shortest]
         length = lengths[int(torch.randint(len(lengths), (), generator=generator))]
-        return self.batch(max(1, tokens // length), length, generator), None
+        return self.batch(max(1, tokens // length), length, generator)
 
 
 class LayerwiseTrainer:
@@ -291,7 +291,7 @@ class LayerwiseTrainer:
 
     def losses(self, texts: Any, tokens: int, longest: int) -> list[Tensor]:
         """Draw a batch and return its losses, as scalars with gradients. The arguments are as for `train_step`."""
-        return self.errors(*texts.mixed_batch(tokens, longest, self.generator))
+        return self.errors(texts.mixed_batch(tokens, longest, self.generator))
 
     def errors(self, tokens: Tensor) -> list[Tensor]:
         """Compute the relative squared error of each layer on the ids (B, N), as scalars with gradients."""

@@ -25,11 +25,11 @@ class Distillation(LayerwiseTrainer):
         self.teacher = teacher
         self.model = model
 
-    def errors(self, tokens: Tensor, first_lengths: Tensor | None = None) -> list[Tensor]:
+    def errors(self, tokens: Tensor) -> list[Tensor]:
         """Compute ‖h - h'‖² / ‖h'‖² of each layer; the arguments and the result are those of `Students.errors`."""
         with torch.no_grad():
             teacher_states = hidden_states(self.teacher, tokens)
-        states = hidden_states(self.model, tokens, first_lengths)
+        states = hidden_states(self.model, tokens)
         padded = tokens.eq(self.model.encoder.dictionary.pad())
         if padded.any():
             mask = padded.mT[..., None].to(states[0].device)  # (N, B, 1)
@@ -41,19 +41,16 @@ class Distillation(LayerwiseTrainer):
         return errors
 
 
-def hidden_states(model: Any, tokens: Tensor, first_lengths: Tensor | None = None) -> list[Tensor]:
+def hidden_states(model: Any, tokens: Tensor) -> list[Tensor]:
     """Compute the output of each layer of a model.
 
     Args:
         model: a RoBERTa model of this project
         tokens: ids (B, N), on any device
-        first_lengths: as for `Distillation.errors`
 
     Returns: one tensor (N, B, C) per layer, in order, with tokens before texts as in fairseq; without the embeddings
     """
     device = next(model.parameters()).device
-    options: dict[str, Any] = dict(features_only=True, return_all_hiddens=True)
-    if first_lengths is not None:
-        options["first_lengths"] = first_lengths.to(device)
-    states = model(src_tokens=tokens.to(device), **options)[1]["inner_states"]
+    _, extra = model(src_tokens=tokens.to(device), features_only=True, return_all_hiddens=True)
+    states = extra["inner_states"]
     return states[1:]  # states[0] is the output of the embeddings

@@ -60,20 +60,17 @@ class Students(LayerwiseTrainer):
             self.students.append(student.eval())
         super().__init__(nn.ModuleList(self.students).to(teacher.q_proj.weight.device), lr, steps, seed)
 
-    def errors(self, tokens: Tensor, first_lengths: Tensor | None = None) -> list[Tensor]:
+    def errors(self, tokens: Tensor) -> list[Tensor]:
         """Compute the relative squared error of each layer on a batch, as scalars with gradients for the students.
 
         Each student gets what the teacher's attention gets in its layer.
 
         Args:
             tokens: ids (B, N), on any device
-            first_lengths: the lengths of the first segments (B,); None: those that the tokens show
         """
         device = next(self.model.parameters()).device
-        if first_lengths is not None:
-            first_lengths = first_lengths.to(device)
         with torch.no_grad(), recorded(self.layers) as calls:
-            self.model(src_tokens=tokens.to(device), features_only=True, first_lengths=first_lengths)
+            self.model(src_tokens=tokens.to(device), features_only=True)
         errors = []
         for layer, call, student in zip(self.layers, calls, self.students, strict=True):
             out = student(call.q, call.k, call.v, call.context)

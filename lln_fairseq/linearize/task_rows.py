@@ -91,14 +91,13 @@ class TaskRows:
         chosen = first + torch.randperm(stop - first, generator=generator)[:rows]
         return self.sample(self.order[chosen.numpy()])
 
-    def mixed_batch(self, tokens: int, longest: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
+    def mixed_batch(self, tokens: int, longest: int, generator: torch.Generator) -> Tensor:
         """Draw a batch as `draw` does, and return only what the encoder reads.
 
-        Returns: ids (B, N), and the lengths of the first segments (B,), which are None if no row is cut; B is the
-            number of rows, or twice that if the classifier encodes the two texts of a row separately
+        Returns: ids (B, N); B is the number of rows, or twice that if the classifier encodes the two texts of a row
+            separately
         """
-        sample = self.draw(tokens, longest, generator)
-        return encoder_tokens(sample, self.pad), sample["net_input"].get("first_lengths")
+        return encoder_tokens(self.draw(tokens, longest, generator), self.pad)
 
     def batches(self, numbers: np.ndarray, tokens: int) -> Iterator[np.ndarray]:
         """Divide rows into batches of similar length, and yield the row numbers of each batch.

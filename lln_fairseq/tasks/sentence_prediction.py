@@ -11,26 +11,23 @@ from pathlib import Path
 from typing import Any, Optional
 
 import numpy as np
-import torch
 from fairseq import models
-from fairseq.data import BaseWrapperDataset, SortDataset, data_utils
+from fairseq.data import SortDataset, data_utils
 from fairseq.tasks import register_task
 from fairseq.tasks.sentence_prediction import SentencePredictionConfig, SentencePredictionTask
 from omegaconf import II, OmegaConf, open_dict
 from omegaconf.errors import InterpolationKeyError
-from torch import Tensor
 
-from lln_fairseq.attention.context import ROBERTA_PAIRS, first_segment_lengths
+from lln_fairseq.attention.context import ROBERTA_PAIRS
 from lln_fairseq.checkpoints.compatibility import label_names, longest_sequence
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.errors import UserError, user_errors
 from lln_fairseq.models import LLNRobertaModel
 from lln_fairseq.text.checks import check_labels, check_lines, check_targets, read_symbols, require_same_symbols
 from lln_fairseq.text.sentence_datasets import (
-    add_input,
     count_cut_rows,
     has_targets,
-    lines_before_cut,
+    keep_ends_of_cut_samples,
     make_samples,
     read_inputs,
     read_labels,
@@ -71,29 +68,8 @@ class LLNSentencePredictionConfig(TrainingOptions, SentencePredictionConfig):
     finetune_from_model: Optional[str] = II("checkpoint.finetune_from_model")
 
 
-class FirstSegmentLengths(BaseWrapperDataset):
-    """Wraps a data set of lines. Its items are the numbers of tokens in their first segments, int64 scalars.
-
-    The lines must not be cut yet: a cut can remove the end of the first segment. `eos` is the id of </s>, and
-    `pair_form` one of PAIR_FORMS.
-    """
-
-    def __init__(self, dataset: Any, eos: int, pair_form: str) -> None:
-        super().__init__(dataset)
-        self.eos = eos
-        self.pair_form = pair_form
-
-    def __getitem__(self, index: int) -> Tensor:
-        return first_segment_lengths(self.dataset[index][None], self.eos, self.pair_form)[0]
-
-    def collater(self, samples: Sequence[Tensor]) -> Tensor:
-        return torch.stack(list(samples))
-
-
 class ClassifierTask(SentencePredictionTask):
     """fairseq's task with another `build_model`, in a class of its own so that HookedTask's comes before it."""
-
-    pair_form = ROBERTA_PAIRS  # that of the model, which `build_model` sets
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
         """Build the model with its head, after setting two_towers and max_positions in `cfg`, its options, in place.
@@ -107,8 +83,7 @@ class ClassifierTask(SentencePredictionTask):
             cfg.max_positions = max(self.cfg.max_positions, getattr(cfg, "max_positions", None) or 0)
             if self.cfg.two_towers or "two_towers" in cfg:
                 cfg.two_towers = self.cfg.two_towers
-        self.pair_form = getattr(cfg, "pair_form", ROBERTA_PAIRS)
-        if self.pair_form != ROBERTA_PAIRS:
+        if getattr(cfg, "pair_form", ROBERTA_PAIRS) != ROBERTA_PAIRS:
             self.cfg.separator_token = None
         model = models.build_model(cfg, self, from_checkpoint)
         model.register_classification_head(self.cfg.classification_head_name, num_classes=self.cfg.num_classes)
@@ -161,9 +136,8 @@ class LLNSentencePredictionTask(HookedTask, ClassifierTask):
         """Load a split into self.datasets, and return the data set. It is shuffled unless --no-shuffle is set.
 
         With `group_by_length`, a shuffled data set is sorted by length, and rows of the same length stay shuffled. A
-        warning says how many rows are cut to max_positions, if any are. If so, samples also have the lengths of the
-        first segments of the uncut rows, as `first_lengths`. With `combine`, the data of split1, split2, ... are
-        appended.
+        warning says how many rows are cut to max_positions, if any are. Cut rows keep </s>, see `cut_sample`. With
+        `combine`, the data of split1, split2, ... are appended.
 
         UserError is raised if files of the split are damaged, do not fit the dictionaries or have different numbers of
         rows, if a training split has no labels, or if two_towers or strip_eos does not fit the inputs.
@@ -173,6 +147,7 @@ class LLNSentencePredictionTask(HookedTask, ClassifierTask):
             dataset = self._load_inputs(split, combine)
         else:
             dataset = super().load_dataset(split, combine=combine, **kwargs)
+            keep_ends_of_cut_samples(dataset)
         cut_rows = count_cut_rows(dataset)
         if cut_rows > 0 and is_first_worker():
             share = cut_rows / len(dataset)
@@ -180,10 +155,6 @@ class LLNSentencePredictionTask(HookedTask, ClassifierTask):
                 f"split '{split}' of {self.cfg.data}: {cut_rows} of {len(dataset)} rows ({share:.1%}) are cut to "
                 f"{self.cfg.max_positions} tokens (task.max_positions)"
             )
-        uncut_lines = lines_before_cut(dataset)
-        if cut_rows > 0 and uncut_lines is not None and not self.cfg.two_towers:
-            lengths = FirstSegmentLengths(uncut_lines, self.source_dictionary.eos(), self.pair_form)
-            add_input(dataset, "first_lengths", lengths)
         if self.cfg.group_by_length and isinstance(dataset, SortDataset):
             # The last key is the primary one. The random key before it orders rows of the same length; fairseq shuffles
             # the batches afterwards.

@@ -28,6 +28,7 @@ from fairseq.data import (
 from torch import Tensor
 
 from lln_fairseq.text.long_lines import ResizedDataset
+from lln_fairseq.text.text_ids import cut_sample
 
 
 class WithoutLast(ResizedDataset):
@@ -40,6 +41,13 @@ class WithoutLast(ResizedDataset):
     def sizes(self) -> np.ndarray:
         """The number of tokens of each line, (lines,)."""
         return np.asarray(self.dataset.sizes) - 1
+
+
+class CutSamples(TruncateDataset):
+    """Wraps a data set of samples and cuts them with `cut_sample`. fairseq's TruncateDataset would cut </s> off."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        return cut_sample(self.dataset[index], self.truncation_length)
 
 
 def read_inputs(task: Any, split: str, directories: Sequence[str], combine: bool) -> list[BaseWrapperDataset]:
@@ -62,7 +70,7 @@ def read_inputs(task: Any, split: str, directories: Sequence[str], combine: bool
         if cfg.init_token is not None:
             lines = PrependTokenDataset(lines, cfg.init_token)
         if cfg.shorten_method == "truncate":
-            lines = TruncateDataset(lines, cfg.max_positions)
+            lines = CutSamples(lines, cfg.max_positions)
         inputs.append(lines)
     return inputs
 
@@ -111,24 +119,14 @@ def count_cut_rows(dataset: Any) -> int:
     return int(is_cut.sum())
 
 
-def lines_before_cut(dataset: Any) -> Any:
-    """Return the data set of the lines that a split's `src_tokens` are cut from, or None.
+def keep_ends_of_cut_samples(dataset: Any) -> None:
+    """Replace fairseq's TruncateDataset in the data set of a split by CutSamples, in place.
 
-    It is None if lines are not cut, or not at their ends, as with shorten_method=random_crop. `dataset` is as for
-    `count_cut_rows`.
+    `dataset` is as for `count_cut_rows`. The lengths of its samples do not change.
     """
-    lines: Any = getattr(_without_order(dataset).defn.get("net_input.src_tokens"), "dataset", None)
-    if type(lines) is TruncateDataset:
-        return lines.dataset
-    return None
-
-
-def add_input(dataset: Any, name: str, values: Any) -> None:
-    """Add a data set with one value per row to the `net_input` of a split, in place.
-
-    `dataset` is as for `count_cut_rows`.
-    """
-    _without_order(dataset).defn[f"net_input.{name}"] = values
+    padded = _without_order(dataset).defn["net_input.src_tokens"]
+    if type(padded.dataset) is TruncateDataset:  # not fairseq's RandomCropDataset
+        padded.dataset = CutSamples(padded.dataset.dataset, padded.dataset.truncation_length)
 
 
 def has_targets(dataset: Any) -> bool:

@@ -32,7 +32,7 @@ class LongTextError(UserError):
 
 
 class LengthLimit:
-    """Cuts samples to the longest sequence of a model, or rejects longer ones, and counts what it cuts.
+    """Cuts samples to the longest sequence of a model with `cut_sample`, or rejects longer ones, and counts the cuts.
 
     Args:
         longest: the maximum number of tokens of a sample.
@@ -67,7 +67,7 @@ class LengthLimit:
                 self.cut_samples += 1
                 self.dropped_tokens += excess
             self.samples += 1
-            cut.append(sample[: self.longest])
+            cut.append(cut_sample(sample, self.longest))
         return cut
 
     def message(self) -> str:
@@ -78,6 +78,42 @@ class LengthLimit:
             f"cut {self.cut_samples} of {self.samples} texts to the {self.longest} tokens that the model takes: "
             f"{self.dropped_tokens} tokens were dropped"
         )
+
+
+def cut_sample(sample: Tensor, longest: int) -> Tensor:
+    """Return a sample (N,) cut to `longest` tokens as tokenizers of Hugging Face do, with `truncation=True`.
+
+    Each text keeps the special tokens around it. A pair loses tokens at the end of its longer text, and if that is not
+    enough, both texts get half of the room. A sample that does not end with </s>, because the task strips it, loses its
+    last tokens.
+    """
+    if len(sample) <= longest:
+        return sample
+    ends = sample.eq(EOS).nonzero().view(-1).tolist()
+    last = len(sample) - 1
+    if last not in ends:
+        return sample[:longest]
+    first_end = ends[0]
+    if first_end == last:
+        return torch.cat([sample[: longest - 1], sample[last:]])
+    second_start = first_end + 1
+    if second_start in ends and second_start < last:  # the separator of RoBERTa's pairs
+        second_start += 1
+    first = sample[:first_end]  # with <s>
+    second = sample[second_start:last]
+    separators = sample[first_end:second_start]
+    first_length, second_length = _share_room(len(first) - 1, len(second), longest - len(separators) - 2)
+    parts = [first[: 1 + first_length], separators, second[:second_length], sample[last:]]
+    return torch.cat(parts)[:longest]
+
+
+def _share_room(first: int, second: int, room: int) -> tuple[int, int]:
+    """Return how many tokens of two texts with these numbers of tokens are kept if `room` remain, `longest_first`."""
+    room = max(room, 0)
+    shorter = min(first, second, room // 2)
+    if first > second:
+        return room - shorter, shorter
+    return shorter, room - shorter
 
 
 class TextIds:
@@ -107,12 +143,12 @@ class TextIds:
                 joined[number].append(_prepend(first_token, ids))
         return [torch.cat(parts) for parts in joined]
 
-    def token_offsets(self, text: str) -> Tensor:
+    def token_offsets(self, text: str, longest: int) -> Tensor:
         """Return the start and the end of each token of a row with one text, in characters of the text, int64 (N, 2).
 
-        The tokens are those of `encode_rows`. text[start:end] is the text of the token without white space around it. A
-        token that encodes only some of a character's bytes has the whole character. A special token has (0, 0), and a
-        token that stands for white space only is empty.
+        The tokens are those of `encode_rows`, cut to `longest`. text[start:end] is the text of the token without white
+        space around it. A token that encodes only some of a character's bytes has the whole character. A special token
+        has (0, 0), and a token that stands for white space only is empty.
         """
         line = _as_line(text)
         indent = len(text) - len(text.lstrip())
@@ -125,8 +161,8 @@ class TextIds:
             end = start + len(token.strip())
             offsets.append((indent + start, indent + end))
         if not self.strip_eos:
-            offsets.append((0, 0))
-        return torch.tensor(offsets, dtype=torch.int64).view(-1, 2)
+            offsets = [*offsets[: longest - 1], (0, 0)]
+        return torch.tensor(offsets[:longest], dtype=torch.int64).view(-1, 2)
 
     def encode_masked(self, left: str, right: str) -> Tensor:
         """Return the ids of the text left<mask>right, int64 (N,).

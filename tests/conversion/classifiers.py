@@ -68,12 +68,16 @@ def make_classifier(kind, folder, labels=LABELS, positions=40, make_tokenizer=No
     return model
 
 
-def transformers_logits(model, folder, texts):
-    """Return the logits (texts, classes) that transformers gives to texts, or pairs, each alone."""
+def transformers_logits(model, folder, texts, longest=None):
+    """Return the logits (texts, classes) that transformers gives to texts, or pairs, each alone.
+
+    Those of more than `longest` tokens are cut.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     logits = []
     for text in texts:
         parts = [[text]] if isinstance(text, str) else [[part] for part in text]
         with torch.no_grad():
-            logits.append(model.eval()(**tokenizer(*parts, return_tensors="pt")).logits[0])
+            batch = tokenizer(*parts, truncation=longest is not None, max_length=longest, return_tensors="pt")
+            logits.append(model.eval()(**batch).logits[0])
     return torch.stack(logits)

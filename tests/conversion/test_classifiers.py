@@ -22,6 +22,7 @@ from lln_fairseq.errors import UserError
 from lln_fairseq.inference.evaluate import compute_outputs, load_finetuned_model
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models.adapt import SECOND_TEXT
+from lln_fairseq.text.text_ids import cut_sample
 from tests.conversion.classifiers import (
     CLASSIFIERS,
     LABELS,
@@ -34,6 +35,8 @@ from tests.conversion.sources import make_sentencepiece
 from tests.fairseq_runs import hydra_train
 from tests.text_runs import make_glue, texts_of
 
+LONG = " ".join(TEXTS * 5)
+LONG_INPUTS = [LONG, (LONG, TEXTS[0]), (TEXTS[0], LONG), (LONG, LONG + " a")]
 INPUTS = [*TEXTS, *PAIRS]
 
 
@@ -63,10 +66,11 @@ def test_converted_classifier_gives_same_logits_for_texts_and_pairs(kind, classi
     assert main(["convert", str(folder), str(tmp_path / "out")]) == 0
 
     assert "3 labels: not the same, same, the plot" in capsys.readouterr().out
-    expected = transformers_logits(model, folder, INPUTS)
+    inputs = [*INPUTS, *LONG_INPUTS]
+    expected = transformers_logits(model, folder, inputs, longest=40)
     assert (expected[:, :1] - expected[:, 1:]).abs().min() > 1e-3
-    torch.testing.assert_close(our_logits(tmp_path / "out/model.pt", INPUTS), expected, rtol=1e-5, atol=1e-5)
-    predictions = load(tmp_path / "out/model.pt").predict(INPUTS)
+    torch.testing.assert_close(our_logits(tmp_path / "out/model.pt", inputs), expected, rtol=1e-5, atol=1e-5)
+    predictions = load(tmp_path / "out/model.pt").predict(inputs)
     assert [prediction.label for prediction in predictions] == [LABELS[row] for row in expected.argmax(dim=-1)]
 
 
@@ -78,11 +82,13 @@ def test_exported_tokenizer_cuts_where_predict_does(classifiers, tmp_path):
 
     export(tmp_path / "in" / "model.pt", tmp_path / "out")
 
-    assert load(tmp_path / "in" / "model.pt").longest == 12
     assert "longest sequence: 12 tokens" in (tmp_path / "out" / "README.md").read_text()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=True)
-    ids = tokenizer(" ".join(TEXTS * 5), truncation=True)["input_ids"]
-    assert len(ids) == 12
+    model = load(tmp_path / "in" / "model.pt")
+    for texts in LONG_INPUTS:
+        row = [texts] if isinstance(texts, str) else texts
+        (sample,) = model.ids.encode_rows([row])
+        assert tokenizer(*row, truncation=True)["input_ids"] == cut_sample(sample, 12).tolist()
 
 
 @pytest.mark.parametrize("kind", CLASSIFIERS)

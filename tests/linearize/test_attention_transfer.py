@@ -82,7 +82,7 @@ def test_each_parameter_of_the_reparameterization_changes_lln(rotary):
 class OneLayer(LayerwiseTrainer):
     """Trains one student to match softmax on random inputs, which are in bfloat16 under autocast."""
 
-    def errors(self, inputs, _):
+    def errors(self, inputs):
         call = AttentionCall(*inputs, Context(), attention("softmax")(*inputs))
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
         out = self.module(*(x.to(dtype) for x in inputs), Context())
@@ -93,7 +93,7 @@ class OneLayer(LayerwiseTrainer):
 @pytest.mark.parametrize("name", ["lln_diag", "hedgehog", "linformer"])
 def test_transfer_with_autocast_trains_float32_weights(name, rotary, monkeypatch):
     inputs = random_qkv()[:3]
-    texts = SimpleNamespace(mixed_batch=lambda *_: (inputs, None))
+    texts = SimpleNamespace(mixed_batch=lambda *_: inputs)
 
     def train():
         torch.manual_seed(0)

@@ -430,35 +430,6 @@ def test_students_get_the_lengths_of_first_segments(teacher):
     assert [context.first_lengths.tolist() for context in contexts] == len(students.students) * [expected]
 
 
-def test_cut_rows_keep_the_lengths_of_their_first_segments(teacher):
-    path, data = teacher
-    model, task = load_model(str(path), str(data))
-    uncut = TaskRows(task, "train", 100)
-    task.cfg.max_positions = 20
-    task.cfg.shorten_method = "truncate"
-    rows = TaskRows(task, "train", 20)
-
-    tokens, lengths = rows.mixed_batch(120, 20, torch.Generator().manual_seed(1))
-
-    complete = uncut.sample(range(len(uncut)))["net_input"]["src_tokens"]
-    eos = task.source_dictionary.eos()
-    for row, length in zip(tokens, lengths.tolist(), strict=True):
-        (match,) = complete[(complete[:, : len(row)] == row).all(dim=1)]
-        assert match.tolist().index(eos) + 1 == length
-    assert lengths.max() > 20
-    options = {"mix": "joint_offset", "global_tokens": "first_segment", "block_size": 4}
-    students = Students(model, "lln_diag", options, 0.01, 1, seed=1)
-    linear_model, _ = load_model(str(path), str(data))
-    for layer, student in zip(linear_model.encoder.sentence_encoder.layers, students.students, strict=True):
-        layer.self_attn.attention = student.attention
-    distillation = Distillation(model, linear_model, 0.01, 1, seed=1)
-    for trainer in (students, distillation):
-        with torch.no_grad():
-            losses = trainer.losses(rows, 120, 20)  # of the same batch
-            assert losses == trainer.errors(tokens, lengths)
-            assert losses != trainer.errors(tokens)
-
-
 STAGES = {"transfer": (), "distillation": ("--distill", 8)}
 
 

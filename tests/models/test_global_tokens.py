@@ -224,44 +224,16 @@ def load_split(data, **options):
     return dataset.collater([dataset[row] for row in range(len(dataset))]), task
 
 
-def first_lengths(data, task):
-    """Return the lengths of the first texts of the split "valid", with <s> and </s>, before the rows are cut."""
-    lines = load_indexed_dataset(str(data / "input0/valid"), task.source_dictionary)
-    return [len(line) + 1 for line in lines]
-
-
-def test_first_segment_is_found_before_the_row_is_cut(pair_data):
-    batch, task = load_split(pair_data)
-    expected = first_lengths(pair_data, task)
-    assert min(expected) < 20 < max(expected)
-
-    assert batch["net_input"]["first_lengths"].tolist() == expected
+def test_cut_rows_keep_their_first_segments(pair_data):
+    batch, _ = load_split(pair_data)
     model = build_model(**FIRST_SEGMENT)
     lengths = record_lengths(model)
     model(**batch["net_input"], features_only=True)
-    model(**batch["net_input"], classification_head_name="head")
-    assert lengths == 4 * [expected]
-
-
-def test_row_that_its_first_text_fills_has_global_tokens_only(pair_data):
-    batch, _ = load_split(pair_data)
-    tokens, lengths = batch["net_input"]["src_tokens"], batch["net_input"]["first_lengths"]
-    is_filled = lengths >= 20
-    by_segment = features(build_model(**FIRST_SEGMENT), tokens[is_filled])
-    by_cut = build_model(**FIRST_SEGMENT)(tokens[is_filled], features_only=True, first_lengths=lengths[is_filled])[0]
-    softmax = features(build_model(**GLOBAL, lln_diag_global_tokens="20"), tokens[is_filled])
-    torch.testing.assert_close(by_cut, softmax)
-    assert not torch.allclose(by_segment, softmax, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"max_positions": 100}, {"shorten_method": "random_crop"}, {"two_towers": True, "separator_token": None}],
-    ids=["not cut", "cropped", "two towers"],
-)
-def test_rows_whose_tokens_show_the_segments_have_no_lengths(options, pair_data):
-    batch, _ = load_split(pair_data, **options)
-    assert "first_lengths" not in batch["net_input"]
+    lines = load_indexed_dataset(str(pair_data / "input0/valid"), None)
+    seconds = load_indexed_dataset(str(pair_data / "input1/valid"), None)
+    assert max(map(len, lines)) > 20
+    for length, first, second in zip(lengths[0], lines, seconds, strict=True):
+        assert length == min(len(first) + 1, max(10, 20 - len(second) - 1))
 
 
 def count_reads(monkeypatch):
