@@ -1,6 +1,7 @@
 """The linearization of an encoder on text. The encoder may be that of a fine-tuned model, which keeps its heads."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +51,18 @@ class TextLinearization(Linearization):
 
     def train(self, writer: SummaryWriter) -> None:
         students = self.students
-        qualities_before = [texts.evaluate(students) for texts in self.held_out]
-        self.progress.train("transfer", students, self.train_texts, self.longest, writer)
-        qualities = [texts.evaluate(students) for texts in self.held_out]
-        for quality in qualities:
-            assert_finite(quality.errors, "transfer", "on held-out texts")
-        for texts, before, after in zip(self.held_out, qualities_before, qualities, strict=True):
-            similarity_before = (before.cosine, before.same_neighbor)
-            print_similarity(texts.length, "transfer", similarity_before, (after.cosine, after.same_neighbor))
-            for layer, (error_before, error) in enumerate(zip(before.errors, after.errors, strict=True)):
-                print(f"  relative error of layer {layer:2d}       {error_before:.3f} -> {error:.3f}")
+        qualities = [[texts.evaluate(students)] for texts in self.held_out]
+        heading = "without a transfer"
+        if students.steps:
+            self.progress.train("transfer", students, self.train_texts, self.longest, writer)
+            for texts, measured in zip(self.held_out, qualities, strict=True):
+                measured.append(texts.evaluate(students))
+            heading = "before -> after the transfer"
+        for texts, measured in zip(self.held_out, qualities, strict=True):
+            assert_finite(measured[-1].errors, "transfer", "on held-out texts")
+            print_similarity(texts.length, heading, [(quality.cosine, quality.same_neighbor) for quality in measured])
+            for layer, errors in enumerate(zip(*(quality.errors for quality in measured), strict=True)):
+                print(f"  relative error of layer {layer:2d}       {' -> '.join(f'{error:.3f}' for error in errors)}")
             for name, branch in students.branches().items():
                 cosine, same_neighbor = texts.similarity(branch)
                 print(f"  {name:12s} cosine {cosine:.3f}, same nearest text {same_neighbor:.2f}")
@@ -79,17 +82,17 @@ class TextLinearization(Linearization):
             similarities = [texts.similarity() for texts in self.held_out]
             assert_finite([cosine for cosine, _ in similarities], "distillation", "on held-out texts")
             for texts, start, end in zip(self.held_out, similarities_before, similarities, strict=True):
-                print_similarity(texts.length, "distillation", start, end)
+                print_similarity(texts.length, "before -> after the distillation", [start, end])
 
     def distance(self) -> Distance:
         return encoder_distance(self.model, self.train_texts, self.longest)
 
 
-def print_similarity(length: int, stage: str, before: tuple[float, float], after: tuple[float, float]) -> None:
-    """Print what `HeldOutSet.similarity` returned for texts of a length, before and after a stage."""
-    print(f"held-out texts of {length} tokens, compared with the teacher: before -> after the {stage}")
-    print(f"  cosine of the texts' vectors    {before[0]:.3f} -> {after[0]:.3f}")
-    print(f"  same nearest text               {before[1]:.2f} -> {after[1]:.2f}")
+def print_similarity(length: int, heading: str, similarities: Sequence[tuple[float, float]]) -> None:
+    """Print what `HeldOutSet.similarity` returned for texts of a length: once, or before and after a stage."""
+    print(f"held-out texts of {length} tokens, compared with the teacher: {heading}")
+    print(f"  cosine of the texts' vectors    {' -> '.join(f'{cosine:.3f}' for cosine, _ in similarities)}")
+    print(f"  same nearest text               {' -> '.join(f'{same:.2f}' for _, same in similarities)}")
 
 
 def held_out_lengths(longest: int) -> list[int]:

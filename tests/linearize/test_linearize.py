@@ -171,7 +171,10 @@ def test_blocks_without_distillation_are_said_to_learn_nothing(teacher, tmp_path
     blocks = ("--attention", "window", "--option", "block_size=8")
     advice = "window has nothing to learn in the transfer: --distill"
     assert run(*teacher, tmp_path / "swapped", *blocks, *SHORT) == 0
-    assert advice in capsys.readouterr().out
+    report = capsys.readouterr().out
+    assert advice in report
+    assert re.search(r"teacher: without a transfer\n  cosine of the texts' vectors    \S+\n", report)
+    assert "->" not in report.partition("without a transfer")[2]
     assert run(*teacher, tmp_path / "distilled", *blocks, *SHORT, "--distill", 1) == 0
     assert advice not in capsys.readouterr().out
 
