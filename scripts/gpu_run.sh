@@ -16,6 +16,9 @@ if [ "${1:-}" = --pack ]; then
     folder="${2:?name a folder that does not exist: scripts/gpu_run.sh --pack FOLDER}"
     mkdir "$folder"
     (cd "$root" && git ls-files -z | tar --null --files-from - --create) | tar --extract --directory "$folder"
+    # The copy has no git: lln_fairseq/provenance.py reads this file.
+    git -C "$root" rev-parse HEAD >"$folder/COMMIT"
+    git -C "$root" status --porcelain -- . ':!docs' ':!tests' >>"$folder/COMMIT"
     "$python" -m pip wheel --quiet --no-deps --wheel-dir "$folder/wheels" --constraint "$root/requirements.txt" \
         ve-fairseq hydra-core omegaconf antlr4-python3-runtime==4.9.3 bitarray sacrebleu portalocker tabulate \
         sentencepiece tiktoken
@@ -37,9 +40,11 @@ out=runs/gpu
 failed=0
 mkdir -p "$out"
 header=$("$python" -c 'import sys, torch, triton
+from lln_fairseq.provenance import read_commit
 if not torch.cuda.is_available(): sys.exit("error: torch finds no CUDA device")
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6): sys.exit(f"error: the kernels need Triton 3.6, which torch 2.11 brings, got {triton.__version__}")
 print(torch.cuda.get_device_name(), "CUDA", torch.version.cuda, "torch", torch.__version__, "triton", triton.__version__)
+print("commit {}, changed files: {}".format(*read_commit()))
 ')
 echo "$header" | tee "$out/report.txt" # a report from before stays if there is no GPU
 

@@ -14,6 +14,7 @@ ALLOWED_IMPORTS = {
     "command": {"errors"},
     "terminal": set(),
     "files": set(),
+    "provenance": {"files"},
     "scores": set(),
     "text": {"errors", "files", "terminal"},
     "ops": set(),
@@ -32,6 +33,7 @@ ALLOWED_IMPORTS = {
         "errors",
         "files",
         "models",
+        "provenance",
         "scores",
         "tasks",
         "text",
@@ -66,7 +68,7 @@ ALLOWED_IMPORTS = {
 }
 # These may import everything.
 PROGRAMS = {"__init__", "__main__", "analysis.analyze", "training.train", "training.hydra_callback"}
-WITHOUT_FAIRSEQ = {"ops", "attention", "errors", "files", "command", "terminal", "__init__"}
+WITHOUT_FAIRSEQ = {"ops", "attention", "errors", "files", "provenance", "command", "terminal", "__init__"}
 FAIRSEQ_PACKAGES = {"fairseq", "fairseq_cli", "hydra", "omegaconf"}
 
 

@@ -9,7 +9,6 @@ model, and DATA is the binarized data of its task. The measured sequences are sp
 """
 
 import argparse
-import json
 from pathlib import Path
 
 from lln_fairseq.analysis import report
@@ -17,6 +16,7 @@ from lln_fairseq.analysis.probe import spread_batches
 from lln_fairseq.errors import UserError, user_errors
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.inference.outputs import check_output_path, output_path
+from lln_fairseq.provenance import describe_provenance, format_result
 
 
 def main(argv: list[str]) -> None:
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
     print(f"{args.checkpoint}, split '{args.split}': {report.format_report(result)}")
     if args.json:
         with output_path(args.json) as out:
-            out.write_text(json.dumps(result.as_json(), indent=2) + "\n")
+            out.write_text(format_result(result.as_json(), describe_provenance()))
     if args.png:
         with output_path(args.png) as out:
             report.draw_report(result, out)

@@ -5,7 +5,6 @@ lln-fairseq evaluate CHECKPOINT --split valid,test --json 'scores/{split}.json'
 """
 
 import argparse
-import json
 import math
 import warnings
 from collections.abc import Iterable
@@ -31,6 +30,7 @@ from lln_fairseq.inference.loading import (
     use_precision,
 )
 from lln_fairseq.inference.outputs import check_output_path, output_path
+from lln_fairseq.provenance import describe_provenance, format_result
 from lln_fairseq.scores import ClassCounts, pearson, spearman
 from lln_fairseq.text.text_ids import BATCH_TOKENS
 
@@ -216,7 +216,7 @@ def report_split(
     print(f"{split}: {scores['rows']} rows, {', '.join(metrics)}")
     if json_file:
         with output_path(_file_of_split(json_file, split)) as out:
-            out.write_text(json.dumps(scores, indent=2) + "\n")
+            out.write_text(format_result(scores, describe_provenance()))
 
 
 def _file_of_split(file: Path, split: str) -> Path:

@@ -15,7 +15,6 @@ once and every output is written once, at the bandwidth of a copy. The backward 
 
 import argparse
 import functools
-import json
 import math
 import sys
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from torch import Tensor
 from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
 from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import run_main
+from lln_fairseq.provenance import describe_provenance, write_result
 from lln_fairseq.terminal import at_least_one, program_parser, text_table
 from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.benchmarks.meter import (
@@ -303,6 +303,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def benchmark(args: argparse.Namespace) -> None:
     disable_malloc_trim()
+    provenance = describe_provenance()
     names = [SDPA, *args.attentions]
     rows = []
     bandwidth = None
@@ -321,7 +322,7 @@ def benchmark(args: argparse.Namespace) -> None:
         print(f"\n{host_table(host_times)}")
     if args.json:
         content = {"title": title, "rows": [asdict(row) for row in rows], "host": [asdict(row) for row in host_times]}
-        args.json.write_text(json.dumps(content, indent=1) + "\n")
+        write_result(args.json, content, provenance)
     if args.png:
         draw_results(rows, names, args.png, title)
 

@@ -7,7 +7,6 @@ import functools
 import gc
 import math
 import multiprocessing
-import re
 import resource
 import statistics
 import sys
@@ -90,16 +89,6 @@ def device_name(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
     return f"CPU, {torch.get_num_threads()} threads"
-
-
-def cpu_instructions() -> str:
-    """Return the names of the vector instructions that decide the speed of products, if Linux lists them."""
-    try:
-        flags = set(re.findall(r"\w+", Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0]))
-    except OSError:
-        flags = set()
-    names = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
-    return " ".join(name for name in names if name in flags) or "unknown instructions"
 
 
 class Spread(NamedTuple):

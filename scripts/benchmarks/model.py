@@ -17,7 +17,6 @@ on a CPU it is the peak of the resident set of a child process.
 
 import argparse
 import functools
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -33,6 +32,7 @@ import lln_fairseq
 from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.command import run_main
 from lln_fairseq.models.presets import PRESETS
+from lln_fairseq.provenance import describe_provenance, write_result
 from lln_fairseq.terminal import at_least_one, program_parser, text_table
 from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.benchmarks.meter import (
@@ -400,6 +400,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def benchmark(args: argparse.Namespace) -> None:
     """Measure everything and print the tables. The JSON file, if requested, is written after each length or task."""
     disable_malloc_trim()
+    provenance = describe_provenance()
     settings = {"device": device_name(args.device), "torch": torch.__version__, "model": "fairseq's RoBERTa"}
     for key in ("preset", "batch", "vocabulary", "dropout", "attention_dropout", "dtype"):
         settings[key] = getattr(args, key)
@@ -418,7 +419,7 @@ def benchmark(args: argparse.Namespace) -> None:
         print(f"{column} done", file=sys.stderr)
         if args.json:
             content = {"settings": settings, "rows": [asdict(row) for row in rows]}
-            args.json.write_text(json.dumps(content, indent=1) + "\n")
+            write_result(args.json, content, provenance)
     print(results_text(settings, rows))
 
 

@@ -20,7 +20,6 @@ turn, repeat by repeat, so that a noisy machine slows all of them alike, and tim
 import argparse
 import functools
 import importlib.util
-import json
 import logging
 import random
 import statistics
@@ -37,6 +36,7 @@ from torch import Tensor
 import lln_fairseq
 from lln_fairseq.command import run_main
 from lln_fairseq.models.presets import PRESETS
+from lln_fairseq.provenance import describe_provenance, write_result
 from lln_fairseq.terminal import at_least_one, program_parser, progress_bar, text_table
 from lln_fairseq.text.special_symbols import BOS, EOS, NUM_SPECIAL, PAD
 from lln_fairseq.text.tokenizers import SentencePieceTokenizer, train_sentencepiece
@@ -44,7 +44,6 @@ from lln_fairseq.text.vocabulary import new_vocabulary
 from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.benchmarks.meter import (
     attention_options,
-    cpu_instructions,
     device_name,
     interleaved,
     model_argument,
@@ -373,7 +372,9 @@ def benchmark(args: argparse.Namespace) -> None:
     lln_fairseq.register()  # before fairseq is imported: it configures the root logger
     disable_malloc_trim()
     torch.set_num_threads(args.threads)
-    heading = f"{device_name('cpu')}, {cpu_instructions()}, torch {torch.__version__}"
+    provenance = describe_provenance()
+    instructions = " ".join(provenance["instructions"]) or "unknown instructions"
+    heading = f"{device_name('cpu')}, {instructions}, torch {torch.__version__}"
     content: dict[str, Any] = {"device": heading, "first_text": args.first_text, "milliseconds": {}}
     max_positions = max(MAX_POSITIONS, *args.lengths)
     with tempfile.TemporaryDirectory() as temporary:
@@ -391,7 +392,7 @@ def benchmark(args: argparse.Namespace) -> None:
             if args.mixed:
                 print(mixed_table(models, REPEATS), flush=True)
     if args.json:
-        args.json.write_text(json.dumps(content, indent=1) + "\n")
+        write_result(args.json, content, provenance)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ def test_analyze_writes_table_json_and_figure(attention, trained, tmp_path, caps
     assert "nan" not in table
     numbers = json.loads(json_file.read_text())
     assert numbers["sequences"] == 4
+    assert numbers["provenance"]["versions"]["torch"] == torch.__version__
     assert numbers["longest"] <= 64
     assert len(numbers["layers"]) == 2
     for layer in numbers["layers"]:

@@ -61,6 +61,7 @@ def test_every_row_is_scored_and_predicted(tuned, tmp_path, capsys):
     assert re.search(r"valid: 61 rows, accuracy \d+\.\d\d%, majority class .*F1 of label (\w+) .*Matthews", output)
     scores = json.loads(json_file.read_text())
     assert scores["rows"] == 61
+    assert scores["provenance"]["versions"]["torch"] == torch.__version__
     for name in ("accuracy", "f1", "mcc"):
         assert 100 * scores[name] == pytest.approx(float(log["valid"][-1][f"valid_{name}"]), abs=0.01)
     predictions = read_predictions(tsv_file)

@@ -32,7 +32,9 @@ def test_attentions_may_have_options(tmp_path):
 
     assert benchmark.main(["--smoke", "--no-memory", "--attentions", spec, "--json", str(output)]) == 0
 
-    assert {row["attention"] for row in json.loads(output.read_text())["rows"]} == {spec, "sdpa"}
+    result = json.loads(output.read_text())
+    assert {row["attention"] for row in result["rows"]} == {spec, "sdpa"}
+    assert result["provenance"]["versions"]["torch"] == torch.__version__
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,9 @@ def test_memory_of_local_global_can_be_measured(losses):
     assert len(losses) == 4
 
 
-def test_softmax_is_the_unit_of_ratios(capsys):
-    options = ("--attentions", "softmax", "lln_diag", "--no-memory", "--tokens", "384")
+def test_softmax_is_the_unit_of_ratios(tmp_path, capsys):
+    output = tmp_path / "t.json"
+    options = ("--attentions", "softmax", "lln_diag", "--no-memory", "--tokens", "384", "--json", str(output))
     assert benchmark.main(["--smoke", "--device", "cpu", "--threads", "1", *options]) == 0
 
     blocks = capsys.readouterr().out.split("\n\n")
@@ -122,6 +123,7 @@ def test_softmax_is_the_unit_of_ratios(capsys):
     assert multiples["softmax"] == "1.00"
     speeds = {line.split("  ")[0]: line.split()[-1] for line in blocks[3].splitlines()}
     assert float(speeds["lln_diag"].replace(",", "")) > 0
+    assert json.loads(output.read_text())["provenance"]["versions"]["torch"] == torch.__version__
 
 
 TRAINED = [

@@ -36,7 +36,9 @@ def test_attentions_are_timed_on_pairs(offline, tmp_path, capsys):
     assert benchmark.main([*words, "--repeats", "1", "--without", "onnxruntime", "--json", str(times)]) == 0
 
     assert benchmark.random_tokens(12, 5)[[0, 4, 5, 11]].tolist() == [0, 2, 2, 2]
-    milliseconds = json.loads(times.read_text())["milliseconds"]["tiny"]["12"]
+    result = json.loads(times.read_text())
+    assert result["provenance"]["versions"]["torch"] == torch.__version__
+    milliseconds = result["milliseconds"]["tiny"]["12"]
     assert {"softmax", spec, "transformers, sdpa"} <= milliseconds.keys()
     assert not any(name.startswith("onnxruntime") for name in milliseconds)
     assert spec in capsys.readouterr().out

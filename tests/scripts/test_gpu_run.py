@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lln_fairseq.provenance import read_commit
 from scripts.benchmarks import attention, model
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_run.sh"
@@ -41,7 +42,9 @@ def test_triton_is_refused_only_below_the_version_that_the_kernels_need(version,
     done = run_script(tmp_path, python)
 
     assert done.returncode == code, done.stderr
-    assert ((tmp_path / "runs" / "gpu" / "report.txt").read_text() == "earlier") == bool(code)
+    report = (tmp_path / "runs" / "gpu" / "report.txt").read_text()
+    assert (report == "earlier") == bool(code)
+    assert (f"commit {read_commit()[0]}, changed files: " in report) == (not code)
     assert ("error: the kernels need Triton" in done.stderr) == bool(code)
 
 
@@ -70,3 +73,4 @@ def test_packed_folder_holds_checkout_and_wheels(tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "packed" / "scripts" / "gpu_run.sh").exists()
     assert (tmp_path / "packed" / "wheels").exists()
+    assert read_commit(tmp_path / "packed") == read_commit()
