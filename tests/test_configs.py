@@ -111,7 +111,7 @@ def test_recipes_list_options_that_fairseq_does_not_have(stage):
 
 
 def test_every_glue_task_and_run_has_a_file():
-    assert config_names("glue") == {*GLUE_TASK_OF_FILE, "demo", "demo_minilm", "newsgroups", "newsgroups_long"}
+    assert config_names("glue") == {*GLUE_TASK_OF_FILE, "demo", "demo_minilm"}
     assert config_names("run") == set(WORKERS_OF_RUN)
 
 

@@ -13,8 +13,8 @@ from hydra._internal.utils import get_args_parser
 
 import lln_fairseq
 from lln_fairseq.__main__ import run_program
+from scripts import compare_attentions
 from scripts.figures import paper
-from scripts.research import compare_attentions
 from scripts.training import compose_config
 from tests.documentation import PAGES, ROOT, code_blocks, text_without_code
 
@@ -106,7 +106,7 @@ CHECKS = {
     "fairseq-train": check_fairseq_train,
     "fairseq-validate": check_fairseq_validate,
     "fairseq-preprocess": check_fairseq_preprocess,
-    "scripts.research.compare_attentions": check_comparison,
+    "scripts.compare_attentions": check_comparison,
 }
 
 

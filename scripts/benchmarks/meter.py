@@ -7,6 +7,7 @@ import functools
 import gc
 import math
 import multiprocessing
+import re
 import resource
 import statistics
 import sys
@@ -72,6 +73,12 @@ def attention_argument(text: str) -> str:
 def model_argument(text: str) -> str:
     """Return the name of a layout, or what attention_argument returns."""
     return text if text in layout_names() else attention_argument(text)
+
+
+def split_specs(text: str) -> list[str]:
+    """Return the attention specs of an argument, without repetitions and unchecked."""
+    # A comma before OPTION= separates the options of an attention; any other comma separates attentions.
+    return list(dict.fromkeys(re.split(r",(?!\w+=)", text)))
 
 
 def attention_options(name: str) -> dict[str, Any]:

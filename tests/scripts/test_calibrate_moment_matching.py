@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lln_fairseq.ops.moment_matching import TABLE_FILE
-from scripts.research import calibrate_moment_matching as calibrate
+from scripts import calibrate_moment_matching as calibrate
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from lln_fairseq.errors import UserError
-from scripts.research import compare_attentions
-from scripts.research.compare_attentions import comparison_table, plot_losses, read_results
+from scripts import compare_attentions
+from scripts.compare_attentions import comparison_table, plot_losses, read_results
 from tests.fairseq_runs import make_classification, make_corpus
 
 SMALL = (

@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 
 from lln_fairseq.attention import build_attention
-from scripts.research import vit
-from scripts.research.summaries import mean_and_range
-from scripts.research.vit import ViTLayer, ViTSettings, load_digits_pictures, load_folder_pictures
+from scripts import vit
+from scripts.tables import mean_and_range
+from scripts.vit import ViTLayer, ViTSettings, load_digits_pictures, load_folder_pictures
 
 SMALL = ["--layers", "1", "--width", "32", "--heads", "1", "--patch", "4", "--epochs", "2", "--lr", "0.01"]
 SETTINGS = ViTSettings(

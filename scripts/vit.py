@@ -1,7 +1,7 @@
 """Train vision transformers with different attentions (arXiv 2311.13541, A.8.2 and A.8.4): Table 3, Figures 9 and 10.
 
-    python -m scripts.research.vit --out runs/vit                            # scikit-learn's digits
-    python -m scripts.research.vit --out runs/cats --images cats-and-dogs --side 224 --patch 32
+    python -m scripts.vit --out runs/vit                            # scikit-learn's digits
+    python -m scripts.vit --out runs/cats --images cats-and-dogs --side 224 --patch 32
 
 The directory of --images has one folder of pictures per class. Of each class, 60 % are for training, 15 % for
 validation (dev) and 25 % for testing. The split is the same in every run. With --images the model has the paper's size,
@@ -16,9 +16,12 @@ repeated. Choose another --out for other pictures. An interrupted run starts ove
 
 import argparse
 import itertools
+import json
 import math
+import re
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,27 +30,21 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from lln_fairseq.analysis.events import Curve
 from lln_fairseq.analysis.layer_scalars import NAMES, observe
-from lln_fairseq.attention import Attention
+from lln_fairseq.attention import Attention, build_attention, reject_layer_mechanism
+from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import run_main
 from lln_fairseq.errors import UserError
-from lln_fairseq.terminal import at_least_one, program_parser, progress_bar, text_table
+from lln_fairseq.provenance import describe_provenance, write_result
+from lln_fairseq.terminal import at_least_one, program_parser, progress_bar, show_update, text_table
+from scripts.benchmarks.meter import attention_argument, split_specs
 from scripts.figures import ACCURACY, LOSS_SCALE, Settings, figure_9, figure_10
-from scripts.research.small_models import (
-    DEVICE,
-    AttentionLayer,
-    Trainer,
-    batches,
-    build_layer_attentions,
-    file_name,
-    finish_run,
-    matrix_attentions_argument,
-    predict_targets,
-)
-from scripts.research.summaries import mean_and_range
+from scripts.tables import mean_and_range
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MATCHED_ATTENTION = "lln"  # the attention whose α and β --fixed sets
 PAPER_SIZES = {"layers": 12, "width": 128, "heads": 8, "patch": 32}
 DIGITS_SIZES = {"layers": 4, "width": 64, "heads": 4, "patch": 2}
@@ -55,6 +52,7 @@ SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 VALID_SHARE = 0.15
 TEST_SHARE = 0.25
 SPLIT_SEED = 0  # the split does not depend on the seed of a run
+MAX_NORM = 1.0  # of the gradients
 WARMUP = 0.1  # share of the updates with a rising learning rate, which then falls to 0 along a cosine
 PROBE_PICTURES = 64  # pictures of the valid split on which α and β are measured
 EVALUATION_BATCH = 256
@@ -165,6 +163,23 @@ class ViTSettings:
         return (self.side // self.patch) ** 2 + 1
 
 
+class AttentionLayer(nn.Module):
+    """A layer norm, self-attention with its projections and dropout, and a residual connection."""
+
+    def __init__(self, width: int, attention: Attention, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.attention = attention
+        self.out = nn.Linear(width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(self.norm(x)).unflatten(-1, (3, self.attention.num_heads, -1))  # (B, N, 3, H, D)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).contiguous()  # (B, H, N, D) each
+        return x + self.dropout(self.out(self.attention(q, k, v).transpose(1, 2).flatten(2)))
+
+
 class ViTLayer(nn.Module):
     """A pre-norm transformer layer: attention and an MLP, each after a layer norm and with a residual connection."""
 
@@ -215,6 +230,61 @@ class ViT(nn.Module):
         return self.head(self.norm(self.layers(x)[:, 0]))
 
 
+def build_layer_attentions(
+    spec: str, layers: int, heads: int, head_dim: int, max_positions: int
+) -> Iterator[Attention]:
+    """Yield the attention of each layer of a model, with its depth set. Wrong options raise UserError."""
+    name, options = parse_attention_spec(spec)
+    for layer in range(layers):
+        try:
+            attention = build_attention(
+                name, num_heads=heads, head_dim=head_dim, max_positions=max_positions, **options
+            )
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        attention.set_depth(layer, layers)
+        yield attention
+
+
+def batches(pictures: Pictures, order: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the pixels and labels of `size` pictures at a time, on the device, in the order of these indices."""
+    for rows in order.split(size):
+        yield pictures.pixels[rows].to(DEVICE), pictures.labels[rows].to(DEVICE)
+
+
+class Trainer:
+    """Trains a model with AdamW. `lr_factor` returns the learning rate of an update, from 0, as a share of the highest.
+
+    With `settings.fp16`, it computes in float16 with a loss scale.
+    """
+
+    def __init__(self, model: ViT, settings: ViTSettings, lr_factor: Callable[[int], float]) -> None:
+        self.model = model
+        self.batch = settings.batch
+        self.optimizer = torch.optim.AdamW(model.parameters(), settings.lr, weight_decay=settings.weight_decay)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lr_factor)
+        self.scaler = torch.amp.GradScaler(DEVICE, enabled=settings.fp16)
+
+    def train_epoch(self, pictures: Pictures, order: Tensor, bar: tqdm) -> float:
+        """Train on the pictures in the order of these indices, and return their mean loss in nats."""
+        self.model.train()
+        total = 0.0
+        for pixels, labels in batches(pictures, order, self.batch):
+            self.optimizer.zero_grad()
+            with torch.autocast(DEVICE, torch.float16, enabled=self.scaler.is_enabled()):
+                loss = F.cross_entropy(self.model(pixels), labels)
+            self.scaler.scale(loss).backward()
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.schedule.step()
+            nats = loss.item()
+            total += nats * len(labels)
+            show_update(bar, bar.n + 1, f"{nats / math.log(2):.3f}")
+        return total / len(order)
+
+
 def train(settings: ViTSettings, pictures: Pictures) -> dict[str, Any]:
     """Train a model. A loss that is not finite raises UserError.
 
@@ -233,24 +303,28 @@ def train(settings: ViTSettings, pictures: Pictures) -> dict[str, Any]:
             return (update + 1) / warmup
         return 0.5 * (1 + math.cos(math.pi * (update - warmup) / (updates - warmup)))
 
-    trainer = Trainer(model, settings.lr, settings.weight_decay, lr_factor, max_norm=1.0, fp16=settings.fp16)
+    trainer = Trainer(model, settings, lr_factor)
     order = torch.Generator().manual_seed(settings.seed)
     history = [describe_epoch(trainer, valid, math.nan)]
     name = f"{settings.attention}, seed {settings.seed}"
     with progress_bar(name, updates, "update", leave=True) as bar:
         for epoch in range(settings.epochs):
             shuffled = torch.randperm(len(train_pictures.labels), generator=order)
-            loss = trainer.train_epoch(batches(train_pictures[:2], settings.batch, shuffled), bar)
+            loss = trainer.train_epoch(train_pictures, shuffled, bar)
             if not math.isfinite(loss):
                 raise UserError(f"{name}: the loss of epoch {epoch + 1} is not finite; try a lower --lr")
             history.append(describe_epoch(trainer, valid, loss))
     return {"history": history, "test": accuracy(model, pictures.split("test"))}
 
 
-def accuracy(model: nn.Module, pictures: Pictures) -> float:
+@torch.no_grad()
+def accuracy(model: ViT, pictures: Pictures) -> float:
     """Return the accuracy on pictures in percent, and leave the model in evaluation mode."""
-    predictions = predict_targets(model, batches(pictures[:2], EVALUATION_BATCH))
-    return 100 * (predictions == pictures.labels).double().mean().item()
+    model.eval()
+    correct = 0
+    for pixels, labels in batches(pictures, torch.arange(len(pictures.labels)), EVALUATION_BATCH):
+        correct += int((model(pixels).argmax(dim=-1) == labels).sum())
+    return 100 * correct / len(pictures.labels)
 
 
 def describe_epoch(trainer: Trainer, valid: Pictures, loss: float) -> dict[str, Any]:
@@ -271,6 +345,28 @@ def describe_epoch(trainer: Trainer, valid: Pictures, loss: float) -> dict[str, 
     }
 
 
+def finish_run(file: Path, settings: ViTSettings, pictures: Pictures) -> dict[str, Any]:
+    """Return the result of `train`, with its settings under "settings".
+
+    If the file exists, the result is read from it, otherwise it is written to it. UserError is raised if the file has
+    other settings.
+    """
+    if file.is_file():
+        result = json.loads(file.read_text())
+        if result.get("settings") != asdict(settings):
+            raise UserError(f"{file} was written with other settings, {result.get('settings')}; choose another OUT")
+        return result
+    provenance = describe_provenance()
+    result = {"settings": asdict(settings), **train(settings, pictures)}
+    write_result(file, result, provenance)
+    return result
+
+
+def file_name(text: str) -> str:
+    """Return the text with "-" instead of characters that a shell or Hydra could interpret."""
+    return re.sub(r"[^\w.]+", "-", text)
+
+
 def run_experiment(args: argparse.Namespace) -> None:
     """Train every attention with every seed, then print the table and draw the figures."""
     pictures = load_folder_pictures(args.images, args.side) if args.images else load_digits_pictures()
@@ -286,7 +382,7 @@ def run_experiment(args: argparse.Namespace) -> None:
     for attention, seed in itertools.product([*attentions, *fixed], dict.fromkeys(args.seeds)):
         settings = ViTSettings(attention, seed, len(pictures.classes), channels, side, **sizes, **options)
         file = args.out / file_name(attention) / f"seed{seed}" / "result.json"
-        results.setdefault(attention, []).append(finish_run(file, settings, partial(train, settings, pictures)))
+        results.setdefault(attention, []).append(finish_run(file, settings, pictures))
     print(accuracy_table(results))
     for path in draw_vit_figures(results, args.out):
         print(path)
@@ -330,8 +426,19 @@ def history_curves(history: list[dict[str, Any]]) -> dict[str, Curve]:
     return curves
 
 
+def attentions_argument(text: str) -> list[str]:
+    """Convert an argument to attention specs, as a `type` of argparse. Mechanisms that replace a layer are errors."""
+    specs = [attention_argument(spec) for spec in split_specs(text)]
+    for spec in specs:
+        try:
+            reject_layer_mechanism(parse_attention_spec(spec)[0], "this experiment needs queries and keys")
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return specs
+
+
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = program_parser("python -m scripts.research.vit", __doc__)
+    parser = program_parser("python -m scripts.vit", __doc__)
     parser.add_argument(
         "--out", type=Path, default=Path("runs/vit"), help="directory of all results (default: %(default)s)"
     )
@@ -339,7 +446,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--side", type=at_least_one, help="scale and crop pictures to this side length in pixels")
     parser.add_argument(
         "--attentions",
-        type=matrix_attentions_argument,
+        type=attentions_argument,
         metavar="NAME[:OPTION=VALUE,...],...",
         help="default: softmax, lln, and linformer with a quarter of the tokens",
     )

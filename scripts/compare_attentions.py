@@ -22,15 +22,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from lln_fairseq.analysis.events import Curve, read_curves
 from lln_fairseq.command import run_main
 from lln_fairseq.errors import UserError
+from lln_fairseq.files import write_bytes
+from lln_fairseq.provenance import describe_provenance, write_result
 from lln_fairseq.terminal import at_least_one, program_parser, text_table
-from scripts.research.programs import write_result
-from scripts.research.summaries import mean_and_range, models_argument, save
+from scripts.benchmarks.meter import model_argument, split_specs
+from scripts.tables import mean_and_range
 from scripts.training import (
     attention_overrides,
     call_logged,
@@ -45,6 +48,7 @@ from scripts.training import (
 
 DEMO = "demo"
 DEFAULT_ATTENTIONS = "softmax,lln,lln_diag,elu,performer,nystrom"
+STARTS = "provenance.json"  # in the directory of a run: the provenance of every start that differs from the one before
 
 
 class Overrides:
@@ -129,6 +133,7 @@ def run_attention(
         call_logged(f"{name}: {attention}, seed {seed}", words, log, updates)
 
     check_budget(directory, recipes["pretrain"].optimization.max_update)
+    record_start(directory)
     pretrain_words = train_words("pretrain", directory, overrides.for_pretraining(attention, seed))
     step("pre-train", pretrain_words, recipes["pretrain"].optimization.max_update)
     start = format_override("checkpoint.finetune_from_model", directory / "checkpoint_best.pt")
@@ -140,6 +145,19 @@ def run_attention(
         task_overrides = overrides.for_finetuning(attention, seed, task, args.data)
         step(f"fine-tune on {task}", train_words("finetune", task_directory, [start, *task_overrides]), updates)
         score(task_directory, labeled_splits(Path(config.task.data)), partial(step, f"evaluate on {task}"))
+
+
+def record_start(directory: Path) -> None:
+    """Add this program's provenance to STARTS in the directory of a run, unless the last entry is the same."""
+    starts = read_starts(directory)
+    provenance = describe_provenance()
+    if starts[-1:] != [provenance]:
+        write_bytes(directory / STARTS, json.dumps([*starts, provenance], indent=1).encode())
+
+
+def read_starts(directory: Path) -> list[dict[str, Any]]:
+    file = directory / STARTS
+    return json.loads(file.read_text()) if file.exists() else []
 
 
 def check_budget(directory: Path, updates: int) -> None:
@@ -189,7 +207,8 @@ def compare_attentions(args: argparse.Namespace) -> int:
     results = read_results(args.out, finished, metrics)
     table = comparison_table(results, args.seeds)
     (args.out / "comparison.txt").write_text(table + "\n")
-    write_result(args.out / "comparison.json", {"overrides": args.overrides, "runs": list_runs(results)})
+    content = {"overrides": args.overrides, "runs": list_runs(results)}
+    write_result(args.out / "comparison.json", content, describe_provenance())
     plot_losses(args.out / "comparison.png", results)
     print(f"\n{table}\n\nplot: {args.out / 'comparison.png'}")
     return code
@@ -207,6 +226,7 @@ class AttentionResults:
         valid: the same of the validation loss.
         scores: the fine-tuning scores in percent, by column and then by seed.
         majority: the accuracy in percent of always predicting the most frequent class, by column.
+        starts: see STARTS, by seed.
     """
 
     attention: str
@@ -214,6 +234,7 @@ class AttentionResults:
     valid: dict[int, Curve] = field(default_factory=dict)
     scores: dict[str, dict[int, float]] = field(default_factory=dict)
     majority: dict[str, float] = field(default_factory=dict)
+    starts: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
 
     def losses_above(self, baseline: "AttentionResults") -> list[float]:
         """Return how much higher the last validation loss is than the baseline's, for every seed that both have.
@@ -241,6 +262,7 @@ def read_results(out: Path, seeds: Mapping[str, Sequence[int]], metrics: dict[st
         result = AttentionResults(attention)
         for seed in own_seeds:
             directory = run_directory(out, attention, seed)
+            result.starts[seed] = read_starts(directory)
             curves = read_curves(directory / "tensorboard")
             if "train_inner/loss" in curves:
                 result.train[seed] = curves["train_inner/loss"]
@@ -294,7 +316,10 @@ def comparison_table(results: Sequence[AttentionResults], seeds: Sequence[int]) 
 
 
 def list_runs(results: Sequence[AttentionResults]) -> list[dict[str, Any]]:
-    """Return an entry per validated run: "bits", the validation losses at its "updates", and "scores" in percent."""
+    """Return an entry per validated run.
+
+    "bits" has the validation losses at its "updates", "scores" are in percent, and "starts" is explained at STARTS.
+    """
     runs = []
     for result in results:
         for seed, curve in result.valid.items():
@@ -305,13 +330,15 @@ def list_runs(results: Sequence[AttentionResults]) -> list[dict[str, Any]]:
                 "updates": curve.steps,
                 "bits": [round(bits, 4) for bits in curve.values],
                 "scores": scores,
+                "starts": result.starts[seed],
             }
             runs.append(run)
     return runs
 
 
 def plot_losses(path: Path, results: Sequence[AttentionResults]) -> None:
-    figure, axes = plt.subplots(figsize=(6.5, 5))
+    figure = Figure(figsize=(6.5, 5), layout="tight")
+    axes = figure.subplots()
     for number, result in enumerate(results):
         color = f"C{number}"
         _plot_curves(axes, result.train, "-", color=color, linewidth=0.6, alpha=0.6)
@@ -319,10 +346,10 @@ def plot_losses(path: Path, results: Sequence[AttentionResults]) -> None:
     title = "loss in training (thin) and validation (points), range over seeds"
     axes.set(xlabel="update", ylabel="loss [bits per masked token]", title=title)
     axes.legend()
-    save(figure, path)
+    figure.savefig(path, dpi=120)
 
 
-def _plot_curves(axes: plt.Axes, curves: dict[int, Curve], style: str, color: str, **options: Any) -> None:
+def _plot_curves(axes: Axes, curves: dict[int, Curve], style: str, color: str, **options: Any) -> None:
     """Plot the mean and the range of the curves of all seeds at the updates that all of them have."""
     losses_by_seed = [dict(zip(curve.steps, curve.values, strict=True)) for curve in curves.values()]
     if not losses_by_seed:
@@ -331,6 +358,10 @@ def _plot_curves(axes: plt.Axes, curves: dict[int, Curve], style: str, color: st
     losses = [[losses[step] for losses in losses_by_seed] for step in steps]
     axes.plot(steps, list(map(statistics.fmean, losses)), style, color=color, **options)
     axes.fill_between(steps, list(map(min, losses)), list(map(max, losses)), color=color, alpha=0.15, linewidth=0)
+
+
+def models_argument(text: str) -> list[str]:
+    return [model_argument(spec) for spec in split_specs(text)]
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -1,7 +1,7 @@
 """Regenerate the tables of moment matching in lln_fairseq/ops, or compare them with a new simulation.
 
-    python -m scripts.research.calibrate_moment_matching            # simulate, compare, write the tables
-    python -m scripts.research.calibrate_moment_matching --check    # write nothing; exit code 1 if a table deviates
+    python -m scripts.calibrate_moment_matching            # simulate, compare, write the tables
+    python -m scripts.calibrate_moment_matching --check    # write nothing; exit code 1 if a table deviates
 
 For each head dimension, a table has a list of log s, with s = σ_q² σ_k², and a list of the matching values of log σ̃²
 (see lln_fairseq/ops/moment_matching.py). The program prints the largest difference between the new and the shipped
@@ -62,7 +62,7 @@ def calibrate(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = program_parser("python -m scripts.research.calibrate_moment_matching", __doc__)
+    parser = program_parser("python -m scripts.calibrate_moment_matching", __doc__)
     parser.add_argument("--check", action="store_true", help="compare with the shipped tables, write nothing")
     return calibrate(parser.parse_args(argv))
 
