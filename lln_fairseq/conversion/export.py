@@ -43,7 +43,7 @@ from lln_fairseq.conversion.to_onnx import (
     check_packages,
     write_onnx,
 )
-from lln_fairseq.conversion.write_tokenizer import convert_tokenizer, count_ids, find_tokenizer, is_approximate
+from lln_fairseq.conversion.write_tokenizer import convert_tokenizer, count_ids, describe_differences, find_tokenizer
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models.options import attention_options
@@ -129,8 +129,8 @@ def export(
         files[CONFIG] = (json.dumps(exported.config, indent=2, ensure_ascii=False) + "\n").encode()
         if "auto_map" in exported.config:
             files |= modeling_files()
-        approximate = is_approximate(source_files)
-        card = model_card(exported.config, exported.purpose, longest, has_tokenizer, approximate, pooling, onnx or int8)
+        notes = describe_differences(source_files)
+        card = model_card(exported.config, exported.purpose, longest, has_tokenizer, notes, pooling, onnx or int8)
         files["README.md"] = card.encode()
         for name, content in files.items():
             (directory / name).parent.mkdir(exist_ok=True)

@@ -1,6 +1,6 @@
 """Write the model card (README.md) of an exported model from its configuration."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lln_fairseq.attention.global_tokens import FIRST_SEGMENT
@@ -14,12 +14,6 @@ PIPELINES = {
     "ForSequenceClassification": "text-classification",
     SENTENCE_VECTORS: "sentence-similarity",
 }
-APPROXIMATE = (
-    " - tokenizer: SentencePiece with a table that normalizes characters. `transformers` applies the table to whole\n"
-    "   grapheme clusters, SentencePiece to single code points. The ids may differ if a text has combining marks\n"
-    "   without a composed form, joiners, half-width kana with marks, or control characters."
-)
-
 SEGMENTS = (
     " - pairs: the first text ends with its first `</s>`, and its tokens are global. Cut pairs with the tokenizer\n"
     "   (`truncation=True`), which keeps it. If you cut off the end of its result, only one token may be global."
@@ -31,7 +25,7 @@ def model_card(
     purpose: str,
     longest: int,
     has_tokenizer: bool,
-    is_approximate: bool,
+    tokenizer_notes: Sequence[str],
     pooling: Pooling | None = None,
     has_onnx: bool = False,
 ) -> str:
@@ -42,7 +36,7 @@ def model_card(
         purpose: "ForMaskedLM", "ForSequenceClassification" or SENTENCE_VECTORS.
         longest: tokens of the longest sequence.
         has_tokenizer: whether the model is exported with a tokenizer.
-        is_approximate: whether the exported tokenizer encodes some texts differently from the original one.
+        tokenizer_notes: lines about texts that get other ids from the exported tokenizer than from the original one.
         pooling: the pooling of an encoder of sentence vectors.
         has_onnx: whether the model is also exported as model.onnx.
     """
@@ -76,8 +70,7 @@ def model_card(
         lines.append(f" - sentence vectors: {config['hidden_size']} features, pooling: {pooling}")
     if config.get("id2label"):
         lines.append(f" - labels: {', '.join(config['id2label'].values())}")
-    if is_approximate:
-        lines.append(APPROXIMATE)
+    lines += tokenizer_notes
     lines += ["", "## License", "", "To be stated by the publisher of this model.", ""]
     return "\n".join(lines)
 

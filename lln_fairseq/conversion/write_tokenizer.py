@@ -1,11 +1,12 @@
 """Convert the tokenizer of the training data to files that transformers reads, with the ids of the dictionary.
 
-GPT-2's byte-level BPE and SentencePiece models (BPE and unigram) become a tokenizer.json. An existing tokenizer.json
-gets new ids.
+GPT-2's byte-level BPE and SentencePiece models (BPE, unigram and characters) become a tokenizer.json. An existing
+tokenizer.json gets new ids.
 """
 
 import base64
 import json
+import math
 import unicodedata
 from collections.abc import Mapping, Sequence, Set
 from itertools import chain
@@ -17,6 +18,7 @@ from lln_fairseq.conversion import tokenizer_json
 from lln_fairseq.conversion.read_tokenizer import PROBES, TOKENIZER
 from lln_fairseq.errors import UserError, first_line
 from lln_fairseq.text.special_symbols import BOS, EOS, MASK, NUM_SPECIAL, SPECIAL_SYMBOLS, UNKNOWN
+from lln_fairseq.text.text_ids import as_line
 from lln_fairseq.text.tokenizers import TOKENIZER_FILES, SentencePieceTokenizer
 from lln_fairseq.text.vocabulary import Vocabulary
 
@@ -31,10 +33,23 @@ ROLES = {
 NEVER = -1e4  # the unigram score of a piece that must never be chosen
 # The characters that str.strip removes, for use inside the brackets of a regular expression.
 SPACES = "\t-\r\x1c- \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-MAX_PROBE_SYMBOLS = 1000
 UNKNOWN_TEXT = "\U0010fffd"  # a private-use character, which becomes <unk>
 SENTENCEPIECE_UNIGRAM = 1
 SENTENCEPIECE_BPE = 2
+SENTENCEPIECE_CHAR = 4
+# SentencePiece adds the scores of pieces in float32, and transformers in float64.
+FLOAT32_ROUNDING = 1e-6
+
+# Lines of the model card about texts that get other ids from transformers.
+NORMALIZATION = (
+    " - tokenizer: SentencePiece with a table that normalizes characters. `transformers` applies the table to whole\n"
+    "   grapheme clusters, SentencePiece to single code points. The ids may differ if a text has combining marks\n"
+    "   without a composed form, joiners, half-width kana with marks, or control characters."
+)
+TIES = (
+    " - tokenizer: SentencePiece unigram. If a word can be split in two ways whose scores differ only by rounding,\n"
+    "   `transformers` may choose the other one (at most 7 in a million tokens of English Wikipedia)."
+)
 
 
 def find_tokenizer(directories: Sequence[Path]) -> dict[str, bytes]:
@@ -84,13 +99,16 @@ def convert_tokenizer(vocabulary: Vocabulary, positions: int, pair_form: str = R
             content["post_processor"] = tokenizer_json.single_separator_processor(new_ids)
     except KeyError as error:
         raise UserError(f"the tokenizer does not fit the dictionary, which lacks {error}") from error
+    except UserError:
+        raise
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise UserError(f"the tokenizer is damaged: {first_line(error)}") from error
     special_tokens = {}
     for name, roles in ROLES.items():
         for role in roles:
             special_tokens[role] = tokenizer_json.special_token(new_ids, name)
-    _check_same_ids(tokenizer_json.as_bytes(content), vocabulary)
+    converted = tokenizer_json.as_bytes(content)
+    _check_same_ids(converted, vocabulary)
     pre_tokenizer = content.get("pre_tokenizer") or {}
     input_names = ["input_ids", "attention_mask"]
     if pair_form == BERT_PAIRS:
@@ -104,7 +122,7 @@ def convert_tokenizer(vocabulary: Vocabulary, positions: int, pair_form: str = R
         **special_tokens,
     }
     return {
-        TOKENIZER: tokenizer_json.as_bytes(content),
+        TOKENIZER: converted,
         "tokenizer_config.json": tokenizer_json.as_bytes(config),
         "special_tokens_map.json": tokenizer_json.as_bytes(special_tokens),
     }
@@ -116,42 +134,73 @@ def count_ids(files: Mapping[str, bytes]) -> int:
 
 
 def _check_same_ids(converted: bytes, vocabulary: Vocabulary) -> None:
-    """Raise UserError if a tokenizer.json gives PROBES, or texts of the dictionary's symbols, other ids."""
+    """Raise UserError if a tokenizer.json gives PROBES, or texts of the dictionary's symbols, other ids.
+
+    The texts may contain line feeds, which the piece of a byte can stand for.
+    """
     from tokenizers import Tokenizer  # an optional dependency
 
     tokenizer = vocabulary.tokenizer
     symbols = [symbol for symbol in vocabulary.symbols if symbol != MASK and tokenizer.can_give(symbol)]
-    step = len(symbols) // MAX_PROBE_SYMBOLS + 1
-    texts = [tokenizer.symbol_text(symbol) for symbol in symbols[::step]]
+    parts = [tokenizer.symbol_text(symbol) for symbol in symbols]
     # AutoTokenizer reads the name of a special token inside a text. CamemBERT has symbols such as <s>NOTUSED.
     names = [*chain.from_iterable(tokenizer_json.SPECIAL.values())]
-    texts = [text for text in texts if not any(name in text for name in names)]
-    if is_approximate(tokenizer.files):
-        texts = [text for text in texts if not any(unicodedata.category(char)[0] in "MC" for char in text)]
-    lines = [*PROBES]
-    for first in range(0, len(texts), 10):
-        lines.append("".join(texts[first : first + 10]).strip())
-        lines.append(" ".join(texts[first : first + 10]).strip())
+    parts = [part for part in parts if not any(name in part for name in names)]
+    if _has_normalization_table(tokenizer.files):
+        parts = [part for part in parts if not any(unicodedata.category(char)[0] in "MC" for char in part)]
+    texts = [*PROBES]
+    for first in range(0, len(parts), 10):
+        texts.append("".join(parts[first : first + 10]).strip())
+        texts.append(" ".join(parts[first : first + 10]).strip())
     library = Tokenizer.from_str(converted.decode())
-    for line, encoding, ids in zip(lines, library.encode_batch(lines), vocabulary.encode(lines), strict=True):
+    lines = [as_line(text) for text in texts]  # as `lln-fairseq predict` does; tokenizer.json does it itself
+    for text, encoding, ids in zip(texts, library.encode_batch(texts), vocabulary.encode(lines), strict=True):
         actual = [UNKNOWN if number >= vocabulary.size else number for number in encoding.ids]
         expected = [BOS, *ids.tolist(), EOS]
-        if actual != expected:
+        if actual != expected and not _is_tie(vocabulary, actual, expected):
             raise UserError(
-                f"the tokenizer cannot be exported: AutoTokenizer would give {line!r} the ids {actual}, but the "
+                f"the tokenizer cannot be exported: AutoTokenizer would give {text!r} the ids {actual}, but the "
                 f"training data has {expected}"
             )
 
 
-def is_approximate(files: Mapping[str, bytes]) -> bool:
-    """Return True if the result of `convert_tokenizer` encodes some texts differently from the tokenizer in `files`.
+def _is_tie(vocabulary: Vocabulary, first: Sequence[int], second: Sequence[int]) -> bool:
+    """Return True if a unigram model gives two splits of a text into pieces the same score, but for rounding."""
+    tokenizer = vocabulary.tokenizer
+    if not isinstance(tokenizer, SentencePieceTokenizer) or not _is_unigram(tokenizer.files):
+        return False
+    texts = []
+    scores = []
+    for ids in (first, second):
+        pieces = [vocabulary.symbols[number - NUM_SPECIAL] for number in ids if number >= NUM_SPECIAL]
+        texts.append("".join(pieces))
+        scores.append(sum(tokenizer.processor.get_score(tokenizer.processor.piece_to_id(piece)) for piece in pieces))
+    return texts[0] == texts[1] and math.isclose(scores[0], scores[1], rel_tol=FLOAT32_ROUNDING)
 
-    This is so for a SentencePiece model that normalizes characters with a table. Raises UserError if spm.model is
-    damaged.
+
+def describe_differences(files: Mapping[str, bytes]) -> list[str]:
+    """Return lines for the model card that say which texts get other ids from the result of `convert_tokenizer`.
+
+    Only SentencePiece models have such texts. Raises UserError if spm.model is damaged.
     """
+    lines = []
+    if _has_normalization_table(files):
+        lines.append(NORMALIZATION)
+    if _is_unigram(files):
+        lines.append(TIES)
+    return lines
+
+
+def _has_normalization_table(files: Mapping[str, bytes]) -> bool:
     if "spm.model" not in files:
         return False
     return bool(_parse_sentencepiece(files["spm.model"]).normalizer_spec.precompiled_charsmap)
+
+
+def _is_unigram(files: Mapping[str, bytes]) -> bool:
+    if "spm.model" not in files:
+        return False
+    return _parse_sentencepiece(files["spm.model"]).trainer_spec.model_type == SENTENCEPIECE_UNIGRAM
 
 
 def _special_ids(ids: Mapping[str, int]) -> dict[str, int]:
@@ -235,7 +284,7 @@ def _convert_sentencepiece(tokenizer: SentencePieceTokenizer, ids: Mapping[str, 
 
     Raises:
         KeyError: if `ids` lacks a piece.
-        UserError: if the model is damaged or neither BPE nor unigram.
+        UserError: if the model is damaged, or none of BPE, unigram and characters.
     """
     proto = _parse_sentencepiece(tokenizer.files["spm.model"])
     piece_types = proto.SentencePiece
@@ -256,7 +305,7 @@ def _convert_sentencepiece(tokenizer: SentencePieceTokenizer, ids: Mapping[str, 
     if tokenizer.characters is not None:
         normalizer["normalizers"].append(_replace({"Regex": _unknown_text(tokenizer.characters, others)}, UNKNOWN_TEXT))
         pre_tokenizer = {"type": "Split", "pattern": {"Regex": f"[{SPACES}]+"}, "behavior": "Removed", "invert": False}
-    if proto.trainer_spec.model_type == SENTENCEPIECE_BPE:
+    if proto.trainer_spec.model_type in (SENTENCEPIECE_BPE, SENTENCEPIECE_CHAR):  # characters: a BPE without merges
         parts = set()  # a BPE makes a symbol from its first character on
         for symbol in others:
             parts |= {*symbol, *(symbol[:end] for end in range(1, len(symbol) + 1))}
@@ -292,7 +341,10 @@ def _convert_sentencepiece(tokenizer: SentencePieceTokenizer, ids: Mapping[str, 
                 "invert": False,
             }
     else:
-        raise UserError("spm.model is neither a BPE nor a unigram model")
+        raise UserError(
+            "spm.model is neither a BPE, a unigram nor a character model: the tokenizer cannot be exported, since "
+            "transformers has no other SentencePiece models"
+        )
     return tokenizer_json.document(
         new_ids,
         model,

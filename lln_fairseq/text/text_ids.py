@@ -150,7 +150,7 @@ class TextIds:
         space around it. A token that encodes only some of a character's bytes has the whole character. A special token
         has (0, 0), and a token that stands for white space only is empty.
         """
-        line = _as_line(text)
+        line = as_line(text)
         indent = len(text) - len(text.lstrip())
         offsets = []
         if self.init_token is not None:
@@ -201,7 +201,7 @@ class TextIds:
         Line breaks inside a line become spaces, and white space at the ends is removed. UserError is raised if a line
         contains a lone surrogate, or the tokenizer cannot encode it.
         """
-        lines = [_as_line(line) for line in lines]
+        lines = [as_line(line) for line in lines]
         ids, lengths = encode_block(self.vocabulary, lines)
         encoded = torch.from_numpy(ids).long().split(lengths.tolist())
         if self.strip_eos:
@@ -215,7 +215,7 @@ def _prepend(token: int | None, ids: Tensor) -> Tensor:
     return torch.cat([torch.tensor([token]), ids])
 
 
-def _as_line(text: str) -> str:
+def as_line(text: str) -> str:
     """Return a text as the line that a file of training data would have for it. A lone surrogate raises UserError."""
     line = text.replace("\n", " ").strip()
     check_characters(line)

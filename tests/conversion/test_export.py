@@ -12,6 +12,7 @@ import pytest
 import torch
 from fairseq.data import Dictionary
 from safetensors.torch import load_file
+from sentencepiece import sentencepiece_model_pb2
 from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
@@ -29,7 +30,7 @@ from lln_fairseq.conversion.directory import new_directory
 from lln_fairseq.conversion.export import export
 from lln_fairseq.conversion.imported_encoder import ImportedEncoder
 from lln_fairseq.conversion.to_hugging_face import convert_to_hugging_face
-from lln_fairseq.conversion.write_tokenizer import convert_tokenizer, is_approximate
+from lln_fairseq.conversion.write_tokenizer import NORMALIZATION, TIES, convert_tokenizer, describe_differences
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.text.text_ids import TextIds
@@ -469,7 +470,14 @@ def make_text_ids(vocabulary):
 
 @pytest.mark.parametrize(
     ("model_type", "byte_fallback", "fold"),
-    [("bpe", True, False), ("bpe", False, True), ("unigram", False, False), ("unigram", True, True)],
+    [
+        ("bpe", True, False),
+        ("bpe", False, True),
+        ("unigram", False, False),
+        ("unigram", True, True),
+        ("char", True, True),
+        ("char", False, False),
+    ],
 )
 def test_sentencepiece_gives_same_ids_for_nasty_texts(model_type, byte_fallback, fold, tmp_path):
     lines = list(TEXTS)
@@ -488,7 +496,59 @@ def test_sentencepiece_gives_same_ids_for_nasty_texts(model_type, byte_fallback,
     exported = AutoTokenizer.from_pretrained(tmp_path)
     for text, ids in zip(texts, expected, strict=True):
         assert exported(text)["input_ids"] == [0, *ids.tolist()], repr(text)
-    assert is_approximate(tokenizer.files) == fold
+    lines = describe_differences(tokenizer.files)
+    assert lines == [NORMALIZATION] * fold + [TIES] * (model_type == "unigram")
+
+
+def change_sentencepiece(model, change):
+    """Return the vocabulary of a SentencePiece model whose protobuf `change` has modified in place, with <mask>."""
+    proto = sentencepiece_model_pb2.ModelProto()
+    proto.ParseFromString(model)
+    change(proto)
+    return with_mask(new_vocabulary(SentencePieceTokenizer(proto.SerializeToString())))
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_tokenizer_of_any_size_is_exported(model_type):
+    """Pieces of control characters, such as the line feed, are compared wherever they are among the pieces."""
+    model = train_sentencepiece(TEXTS * 3, 290, model_type, byte_fallback=True)
+    for size in (500, 1500, 4500):
+
+        def add_pieces(proto, size=size):
+            for number in range(len(proto.pieces), size):
+                word = f"{number:013b}".replace("0", "e").replace("1", "t")
+                proto.pieces.add(piece=word, score=-20 - number)
+
+        vocabulary = change_sentencepiece(model, add_pieces)
+        assert len(vocabulary.tokenizer.symbols()) == size - 3
+        convert_tokenizer(vocabulary, 64)
+
+
+def test_unigram_splits_with_equal_scores_are_accepted(tmp_path):
+    """The sum of these scores in float32 depends on their order."""
+    scores = {"▁": -7.5, "0": -6.19, "00": -8.3}
+
+    def set_pieces(proto):
+        del proto.pieces[3:]
+        for piece, score in scores.items():
+            proto.pieces.add(piece=piece, score=score)
+
+    vocabulary = change_sentencepiece(train_sentencepiece(TEXTS * 3, 36, "unigram"), set_pieces)
+    for name, content in convert_tokenizer(vocabulary, 64).items():
+        (tmp_path / name).write_bytes(content)
+    assert vocabulary.encode(["000"])[0].tolist() == [4, 6, 5]
+    assert AutoTokenizer.from_pretrained(tmp_path)("000")["input_ids"] == [0, 4, 5, 6, 2]
+
+
+def test_sentencepiece_of_whole_words_is_rejected():
+    def set_type(proto):
+        proto.trainer_spec.model_type = 3
+
+    vocabulary = change_sentencepiece(train_sentencepiece(TEXTS * 3, 36), set_type)
+    with pytest.raises(
+        UserError, match=r"^spm\.model is neither a BPE, a unigram nor a character model: the tokenizer"
+    ):
+        convert_tokenizer(vocabulary, 64)
 
 
 def assert_exported_tokenizer_gives_same_ids(vocabulary, texts, folder):
