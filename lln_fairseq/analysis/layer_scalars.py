@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from lln_fairseq.analysis.concentration import lln_log_variance
 from lln_fairseq.attention import NO_CONTEXT, Attention, Context
-from lln_fairseq.ops.exchange import create_exchange
-from lln_fairseq.ops.moment_matching import standard_deviations
+from lln_fairseq.ops.formula import standard_deviations
 
 # The order of the six scalars in the vectors of this module.
 NAMES = ("sigma_q", "sigma_k", "tau_sm", "tau_lln", "alpha", "beta")
@@ -28,11 +27,10 @@ def layer_scalars(attention: Attention, q: Tensor, k: Tensor, context: Context =
     τ_lln       1/σ_lln, the temperature of LLN attention with these queries and keys (eq. 11, see `lln_log_variance`)
     α, β        the factors of LLN attention
 
-    τ_lln, α and β are NaN for a mechanism that contains no LLN attention. If several workers share the sequences
-    (`context.group`), all of them must make the call. Each worker then gets the result for the whole sequences.
+    τ_lln, α and β are NaN for a mechanism that contains no LLN attention.
     """
-    exchange = create_exchange(context.group, q)
-    sigma_q, sigma_k = standard_deviations((q, k), context.padding, exchange=exchange)
+    sigma_q = standard_deviations(q, context.padding)
+    sigma_k = standard_deviations(k, context.padding)
     alpha_beta = attention.alpha_beta(q, k, context)
     if alpha_beta is None:
         alpha = torch.full_like(sigma_q, torch.nan)

@@ -36,8 +36,6 @@ class BlockDiagAttention(Attention):
         super().__init__(config, num_heads, head_dim, max_positions, dropout)
         self.block_size = check_block_size(config.block_size, head_dim)
         self.global_tokens = parse_global_tokens(config.global_tokens)
-        if self.global_tokens is None:
-            self.shard_multiple = self.block_size
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         counts, bound = select_global_tokens(self.global_tokens, context.first_lengths, context.max_first_length)

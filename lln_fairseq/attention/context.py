@@ -5,7 +5,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 # Exported models ship ops/formula.py but not this file. Packages above `models` must not import from `ops`.
 from lln_fairseq.ops.formula import ROBERTA_PAIRS, ends_first_text
@@ -21,17 +20,17 @@ class Context(NamedTuple):
     """What an attention can know of a call, besides queries, keys and values."""
 
     padding: Tensor | None = None  # bool (B, N), True = padded; None if nothing is padded
-    positions: Tensor | None = None  # int64 (B, N), of the tokens in their sequence; None counts real tokens from 0
+
     first_lengths: Tensor | None = None  # int64 (B,), tokens of the first segment, such as the question of a pair
-    group: ProcessGroup | None = None  # the workers that share the sequence, in the order of its tokens
+
     max_first_length: int | None = None  # no number in first_lengths is larger; None if nobody has read them
 
     def rows(self, part: slice) -> "Context":
-        """Return the context of the sequences `part` of the batch. The workers and the bound stay the same."""
+        """Return the context of the sequences `part` of the batch. The bound stays the same."""
         padding = None if self.padding is None else self.padding[part]
-        positions = None if self.positions is None else self.positions[part]
+
         first_lengths = None if self.first_lengths is None else self.first_lengths[part]
-        return Context(padding, positions, first_lengths, self.group, self.max_first_length)
+        return Context(padding, first_lengths, self.max_first_length)
 
 
 NO_CONTEXT = Context()

@@ -37,7 +37,6 @@ class MomentMatchedAttention(Attention):
         ValueError: if only one of α and β is given, or if one of them is not positive.
     """
 
-    shard_multiple: int | None = 1
     config: LLNConfig
     log_gain: nn.Parameter | None  # logarithms of the factors of α and of β, (2, H)
 
@@ -60,7 +59,7 @@ class MomentMatchedAttention(Attention):
     def alpha_beta(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor]:
         config = self.config
         if config.alpha is None or config.beta is None:
-            alpha, beta = match_moments(q, k, context.padding, config.scope, config.constants, group=context.group)
+            alpha, beta = match_moments(q, k, context.padding, config.scope, config.constants)
         else:
             ones = torch.ones(q.shape[:2], device=q.device)
             alpha = config.alpha * ones
@@ -90,7 +89,6 @@ class LLNAttention(MomentMatchedAttention):
             context.padding,
             scope=config.scope,
             constants=config.constants,
-            group=context.group,
         )
 
     def attention_matrix(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> Tensor:

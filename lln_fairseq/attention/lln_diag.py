@@ -50,10 +50,8 @@ class LLNDiagAttention(MomentMatchedAttention):
         super().__init__(config, num_heads, head_dim, max_positions, dropout)
         self.block_size = check_block_size(config.block_size, head_dim)
         if config.mix == "joint_offset":
-            self.shard_multiple = None
             self.offset = nn.Parameter(torch.zeros(num_heads))
         else:
-            self.shard_multiple = self.block_size
             self.register_parameter("offset", None)
         self.global_tokens = parse_global_tokens(config.global_tokens)
         if self.global_tokens is not None and config.mix != "joint_offset":
@@ -79,7 +77,6 @@ class LLNDiagAttention(MomentMatchedAttention):
             constants=config.constants,
             mix=config.mix,
             mix_parameter=self.offset,
-            group=context.group,
             global_tokens=counts,
             max_global_tokens=bound,
         )

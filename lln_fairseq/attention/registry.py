@@ -50,9 +50,6 @@ class Attention(nn.Module):
     linearize_options: ClassVar[Mapping[str, Any]] = {}
     learns_transfer = True  # the first stage of `lln-fairseq linearize` can bring the output nearer to softmax
     constants = "calibrated"  # constants of the moment matching of α and β, for mechanisms that have α and β
-    # A sequence may be spread over several workers if each of them holds a multiple of this many tokens. None means
-    # that the mechanism needs the whole sequence on one worker.
-    shard_multiple: int | None = None
 
     def __init__(self, config: Any, num_heads: int, head_dim: int, max_positions: int, dropout: float = 0.0) -> None:
         super().__init__()

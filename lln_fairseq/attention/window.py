@@ -22,4 +22,3 @@ class WindowAttention(BlockDiagAttention):
     def __init__(self, config: WindowConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float) -> None:
         super().__init__(config, num_heads, head_dim, max_positions, dropout)
         self.neighbors = config.neighbors
-        self.shard_multiple = None  # the first block of a worker would need the last one of another worker

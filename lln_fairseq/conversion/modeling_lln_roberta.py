@@ -34,9 +34,8 @@ from lln_fairseq.ops.formula import (
     attend_to_all_keys,
     compute_dtype,
     first_segment_lengths,
-    head_moments,
     hybrid_formula,
-    standard_deviation,
+    standard_deviations,
 )
 from lln_fairseq.ops.rotary import rotary_factors, rotate
 
@@ -287,8 +286,8 @@ class LLNSelfAttention(RobertaSelfAttention):
             if config.constants == "calibrated":
                 assert config.moment_table is not None
                 table = [torch.tensor(row, device=q.device) for row in config.moment_table]
-            sigma_q = standard_deviation(head_moments(q, padded), config.scope)
-            sigma_k = standard_deviation(head_moments(k, padded), config.scope)
+            sigma_q = standard_deviations(q, padded, config.scope)
+            sigma_k = standard_deviations(k, padded, config.scope)
             alpha, beta = alpha_beta(sigma_q, sigma_k, table)
         if config.gain == "none":
             return alpha, beta

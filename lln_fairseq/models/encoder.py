@@ -1,13 +1,12 @@
 """fairseq's encoder with a pluggable attention mechanism, and softmax in the layers that an option names.
 
 The encoder has its own loop over the layers. It passes one `Context` to every layer, with what belongs to the call:
-padding, positions, first segments, and the workers that share the sequences.
+padding and first segments.
 """
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from fairseq.distributed import fsdp_wrap
 from fairseq.models.roberta.model import RobertaEncoder
 from fairseq.models.transformer import TransformerConfig, TransformerEncoderBase
@@ -19,7 +18,6 @@ from lln_fairseq.attention import LAYER_REGISTRY, Attention, Context, build_laye
 from lln_fairseq.attention.context import BERT_PAIRS, first_segment_lengths, read_batch, second_text
 from lln_fairseq.models.layer import LLNEncoderLayer
 from lln_fairseq.models.options import attention_options, parse_softmax_layers
-from lln_fairseq.models.token_shards import Shard
 
 SOFTMAX = "softmax"  # the registered name of the attention of softmax_layers
 
@@ -92,7 +90,6 @@ class LLNTransformerEncoder(TransformerEncoderBase):
         src_tokens: Tensor,
         return_all_hiddens: bool = False,
         first_lengths: Tensor | None = None,
-        shard: Shard | None = None,
     ) -> dict[str, Any]:
         """Return fairseq's dictionary, with the output of the encoder (T, B, C) under the additional key `features`.
 
@@ -106,23 +103,16 @@ class LLNTransformerEncoder(TransformerEncoderBase):
             src_tokens: token ids (B, T).
             return_all_hiddens: fill encoder_states.
             first_lengths: the lengths of the first segments, int64 (B,). None: those that src_tokens show, which are
-                too short for a sequence that was cut inside its first segment. With a shard, None stays None, and the
-                layers get no lengths.
-            shard: the part of the sequences that src_tokens hold; None: whole sequences.
+                too short for a sequence that was cut inside its first segment.
         """
         padding = src_tokens.eq(self.padding_idx)
-        x, embedding = self._embed(src_tokens, shard)
-        positions = None
-        group = None
-        if shard is not None:
-            positions = shard.positions - (self.padding_idx + 1)  # position 0 has this row in the table
-            group = shard.group
-        elif first_lengths is None:
+        x, embedding = self._embed(src_tokens)
+        if first_lengths is None:
             first_lengths = first_segment_lengths(src_tokens, self.dictionary.eos(), self.pair_form, self.padding_idx)
         has_padding, max_first_length = read_batch(padding, first_lengths)
         if has_padding:
             x = x * (1 - padding.unsqueeze(-1).type_as(x))
-        context = Context(padding if has_padding else None, positions, first_lengths, group, max_first_length)
+        context = Context(padding if has_padding else None, first_lengths, max_first_length)
         x = x.transpose(0, 1)
         states = [x]
         for layer in self.layers:
@@ -139,19 +129,15 @@ class LLNTransformerEncoder(TransformerEncoderBase):
             "features": x,
         }
 
-    def _embed(self, tokens: Tensor, shard: Shard | None) -> tuple[Tensor, Tensor]:
+    def _embed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input of the first layer and the embeddings without positions, both (B, T, C), for tokens (B, T).
 
-        fairseq would count positions from the first token of a shard, and has no embedding of the second text.
+        fairseq has no embedding of the second text.
         """
         embedding = self.embed_scale * self.embed_tokens(tokens)
         x = embedding
-        table = self.embed_positions
-        if table is not None:
-            if shard is None:
-                x = x + table(tokens)
-            else:
-                x = x + F.embedding(shard.positions, table.weight, table.padding_idx)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(tokens)
         if self.second_text_embedding is not None:
             is_second = second_text(tokens, self.dictionary.eos(), self.padding_idx)
             x = x + is_second[:, :, None] * self.second_text_embedding
@@ -212,16 +198,15 @@ class LLNRobertaEncoder(RobertaEncoder):
         return_all_hiddens: bool = False,
         masked_tokens: Tensor | None = None,
         first_lengths: Tensor | None = None,
-        shard: Shard | None = None,
         **unused: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
         """Return features (B, T, C) or logits of the vocabulary, and a dictionary with the entry `inner_states`.
 
         The logits are (B, T, V), or (masked tokens, V) if `masked_tokens`, bool (B, T), selects some. inner_states are
         the `encoder_states` of `LLNTransformerEncoder.forward`, or None without `return_all_hiddens`. `first_lengths`
-        and `shard` are explained there, and all further arguments are ignored.
+        is explained there, and all further arguments are ignored.
         """
-        out = self.sentence_encoder(src_tokens, return_all_hiddens, first_lengths, shard)
+        out = self.sentence_encoder(src_tokens, return_all_hiddens, first_lengths)
         x = out["features"].transpose(0, 1)
         if not features_only:
             x = self.output_layer(x, masked_tokens=masked_tokens)

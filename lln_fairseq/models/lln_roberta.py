@@ -24,7 +24,6 @@ from lln_fairseq.models.adapt import adapt_state_dict
 from lln_fairseq.models.encoder import LLNRobertaEncoder
 from lln_fairseq.models.options import attention_fields
 from lln_fairseq.models.presets import PRESETS, SIZE_FIELDS
-from lln_fairseq.models.token_shards import Shard
 from lln_fairseq.ops.rotary import BASE
 
 ACTIVATIONS = ChoiceEnum(utils.get_available_activation_fns())
@@ -195,7 +194,6 @@ class LLNRobertaModel(RobertaModel):
         return_all_hiddens: bool = False,
         classification_head_name: str | None = None,
         other_tokens: Tensor | None = None,
-        shard: Shard | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
         """Compute vocabulary logits, features or class scores.
@@ -208,23 +206,19 @@ class LLNRobertaModel(RobertaModel):
             classification_head_name: the head to apply to the pooled features. None: no classification.
             other_tokens: token ids (B, M) of the second text, which the encoder processes separately. Required for a
                 classification with `two_towers` and ignored otherwise.
-            shard: the part of the sequences that src_tokens hold; None: whole sequences.
+
             kwargs: further arguments of the encoder, such as `masked_tokens` and the `first_lengths` of src_tokens.
 
         Returns:
             Logits (B, N, vocabulary), or (masked tokens, vocabulary) with `masked_tokens`; features (B, N, C); or class
             scores (B, classes). Second, fairseq's dictionary of further outputs. With two towers the head's input is
-            [a, b, a ∘ b, a - b] for the pooled features a of src_tokens and b of other_tokens. With a shard the results
-            belong to its tokens only, and class scores have 0 rows on workers that do not hold the first token.
+            [a, b, a ∘ b, a - b] for the pooled features a of src_tokens and b of other_tokens.
         """
-        if shard is not None:
-            kwargs["shard"] = shard
+
         if classification_head_name is None:
             return super().forward(src_tokens, features_only, return_all_hiddens, **kwargs)
         x, extra = self.encoder(src_tokens, True, return_all_hiddens, **kwargs)
-        if shard is not None and not shard.has_first:
-            # No rows, but still a function of x, so that the backward pass reaches the encoder on every worker.
-            x = x.flatten(0, 1)[:0, None]
+
         pooled = self._pool(x, src_tokens)
         if self.args.two_towers:
             other_features, _ = self.encoder(other_tokens, True)

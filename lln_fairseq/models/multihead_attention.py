@@ -111,9 +111,7 @@ class LLNMultiheadAttention(MultiheadAttention):
 
     def _rotary_factors(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Return the factors that rotate the heads (T, B, H, D) of tokens x (T, B, C)."""
-        if context.positions is not None:
-            positions = context.positions
-        elif context.padding is not None:
+        if context.padding is not None:
             positions = (~context.padding).cumsum(dim=1) - 1
         else:
             positions = torch.arange(len(x), device=x.device)[None]

@@ -19,7 +19,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
 from lln_fairseq.ops.backends import MODULES, NUM_DIFFERENTIABLE, load_backend
-from lln_fairseq.ops.exchange import Exchange
 from lln_fairseq.ops.formula import MAX_FIRST_SEGMENT, Inputs, Spec, attend_to_all_keys, hybrid_formula
 from lln_fairseq.ops.operator import compiled_attention
 
@@ -291,11 +290,11 @@ def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return wrapper
 
 
-def attend(spec: Spec, inputs: Inputs, backend: str, exchange: Exchange | None = None) -> Tensor:
+def attend(spec: Spec, inputs: Inputs, backend: str) -> Tensor:
     """Compute a call with a result of `choose_backend`, and return the output (B, H, N, D) in the dtype of q.
 
-    Backends with dropout or an exchange, and compiled calls, can be differentiated once; everything else, any number of
-    times. FORMULA and an exchange need α and β, and exclude each other.
+    Backends with dropout and compiled calls can be differentiated once; everything else, any number of times. FORMULA
+    needs α and β.
     """
     with autocast_disabled(inputs.q):
         if backend == FORMULA:
@@ -310,7 +309,7 @@ def attend(spec: Spec, inputs: Inputs, backend: str, exchange: Exchange | None =
                 return compiled_attention(spec, inputs, backend)  # calls with global tokens do not come here
             # torch may store a tensor as its negation, marked by a bit. Kernels read only the stored numbers.
             inputs = inputs._replace(q=inputs.q.resolve_neg(), k=inputs.k.resolve_neg(), v=inputs.v.resolve_neg())
-            out = AttentionFunction.apply(spec, backend, exchange, *inputs)
+            out = AttentionFunction.apply(spec, backend, *inputs)
         if inputs.global_counts is not None and out.numel():  # torch's fused attention fails on a GPU without tokens
             _attend_from_global_tokens(spec, inputs, out)
         return out
@@ -360,23 +359,23 @@ class GlobalRowsFunction(torch.autograd.Function):
 
 
 class AttentionFunction(torch.autograd.Function):
-    """A call computed by a backend. The arguments are the spec, the backend, the exchange and the `Inputs`.
+    """A call computed by a backend. The arguments are the spec, the backend and the `Inputs`.
 
     The backward pass gets the inputs, with the α and β that were used, and what the backend's `forward` saved.
     """
 
     @staticmethod
-    def forward(ctx: Any, spec: Spec, backend: str, exchange: Exchange | None, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, spec: Spec, backend: str, *tensors: Tensor | None) -> Tensor:
         inputs = Inputs(*tensors)  # type: ignore[arg-type]
-        out, alpha, beta, saved = load_backend(backend).forward(spec, inputs, exchange)
+        out, alpha, beta, saved = load_backend(backend).forward(spec, inputs)
         ctx.save_for_backward(*inputs._replace(alpha=alpha, beta=beta), *saved)
-        ctx.call = (spec, backend, exchange)
+        ctx.call = (spec, backend)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with autocast_disabled(grad):
-            return None, None, None, *_gradients(grad, ctx), None, None, None
+            return None, None, *_gradients(grad, ctx), None, None, None
 
 
 def _gradients(grad: Tensor, ctx: Any) -> Sequence[Tensor | None]:
@@ -384,19 +383,17 @@ def _gradients(grad: Tensor, ctx: Any) -> Sequence[Tensor | None]:
 
     The backend computes them, with two exceptions: if the gradients must be differentiable (create_graph=True), or if
     the incoming gradient is traced or transformed, they are computed from the plain formula. Raises RuntimeError if
-    that is not possible, because the call has dropout or an exchange.
+    that is not possible, because the call has dropout.
     """
-    spec, backend, exchange = ctx.call
+    spec, backend = ctx.call
     tensors = ctx.saved_tensors  # once, because activation checkpointing computes them for each access
     inputs = Inputs(*tensors[: len(Inputs._fields)])
-    needed = ctx.needs_input_grad[3 : 3 + NUM_DIFFERENTIABLE]
+    needed = ctx.needs_input_grad[2 : 2 + NUM_DIFFERENTIABLE]
     if not (torch.is_grad_enabled() or is_traced_or_transformed(grad)):
         saved = tensors[len(Inputs._fields) :]
-        return load_backend(backend).backward(spec, inputs, saved, grad.resolve_neg(), needed[3:], exchange)
+        return load_backend(backend).backward(spec, inputs, saved, grad.resolve_neg(), needed[3:])
     if spec.dropout:
         raise RuntimeError("attention with dropout has no second derivative: set dropout to 0, or call model.eval()")
-    if exchange is not None:
-        raise RuntimeError("attention over several workers has no second derivative: compute it with one worker")
 
     def formula(*tensors: Tensor) -> Tensor:
         return hybrid_formula(spec, Inputs(*tensors, *inputs[NUM_DIFFERENTIABLE:]))

@@ -141,14 +141,6 @@ class BlockKinds(NamedTuple):
     no_key: Tensor  # True for a block whose keys are all padding
 
 
-class HeadMoments(NamedTuple):
-    """The number of tokens that are not padding, and the mean and variance of their features; 0 for no token."""
-
-    tokens: Tensor
-    mean: Tensor
-    variance: Tensor
-
-
 Drop = Callable[[Tensor], Tensor]
 
 
@@ -477,10 +469,24 @@ def clear_padding(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> tu
     return q, k.masked_fill(padded, 0.0), v.masked_fill(padded, 0.0)
 
 
-def head_moments(x: Tensor, padding: Tensor | None) -> HeadMoments:
-    """Compute the moments of every sequence and head of x (B, H, N, D), each (B, H) in the compute dtype.
+def standard_deviations(x: Tensor, padding: Tensor | None, scope: str = "head") -> Tensor:
+    """Return the population standard deviation of the features of the real tokens of x (B, H, N, D), without gradient.
 
-    The variance divides by the number of features of the real tokens. No gradient flows.
+    It is (B, H) in the compute dtype: one number for each sequence and head, or with the scope "batch" the same number
+    for all of them. It is at least MIN_SIGMA, so that α and β stay finite for constant inputs and for sequences that
+    are all padding.
+    """
+    tokens, mean, variance = _head_moments(x, padding)
+    if scope == "batch":
+        weights = tokens / tokens.sum(dim=(0, 1), keepdim=True).clamp_min(1.0)
+        total_mean = (weights * mean).sum(dim=(0, 1), keepdim=True)
+        total_variance = (weights * (variance + (mean - total_mean).square())).sum(dim=(0, 1), keepdim=True)
+        variance = total_variance.expand_as(variance)
+    return variance.clamp_min(MIN_SIGMA**2).sqrt()
+
+
+def _head_moments(x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the number of real tokens, and the mean and the variance of their features, each (B, H); 0 for no token.
 
     E[x²] - E[x]² would lose all digits if the mean is much larger than the standard deviation. So both are computed
     relative to an origin, the mean of the first token that is not padding.
@@ -503,24 +509,7 @@ def head_moments(x: Tensor, padding: Tensor | None) -> HeadMoments:
     divisor = tokens.clamp_min(1.0)
     shift = (token_mean - origin).where(real, 0.0).sum(dim=-1) / divisor
     variance = square.where(real, 0.0).sum(dim=-1) / (features * divisor) - shift.square()
-    return HeadMoments(tokens, origin[..., 0] + shift, variance.clamp_min(0.0))
-
-
-def merge_moments(moments: HeadMoments, dim: int | tuple[int, ...]) -> HeadMoments:
-    """Return the moments of the union of several sets, which lie along `dim`. The dimension stays, with size 1."""
-    tokens = moments.tokens.sum(dim=dim, keepdim=True)
-    weights = moments.tokens / tokens.clamp_min(1.0)
-    mean = (weights * moments.mean).sum(dim=dim, keepdim=True)
-    variance = (weights * (moments.variance + (moments.mean - mean).square())).sum(dim=dim, keepdim=True)
-    return HeadMoments(tokens, mean, variance)
-
-
-def standard_deviation(moments: HeadMoments, scope: str) -> Tensor:
-    """Return the standard deviations (B, H), at least MIN_SIGMA. With the scope "batch", all are the same number."""
-    variance = moments.variance
-    if scope == "batch":
-        variance = merge_moments(moments, dim=(0, 1)).variance.expand_as(variance)
-    return variance.clamp_min(MIN_SIGMA**2).sqrt()
+    return tokens, origin[..., 0] + shift, variance.clamp_min(0.0)
 
 
 def alpha_beta(sigma_q: Tensor, sigma_k: Tensor, table: Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:

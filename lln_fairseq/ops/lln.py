@@ -17,7 +17,6 @@ other tokens (formula.py).
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from lln_fairseq.ops.block_diag import block_diag_attention
 from lln_fairseq.ops.dispatch import (
@@ -27,10 +26,8 @@ from lln_fairseq.ops.dispatch import (
     check_inputs,
     choose_backend,
     count_global_tokens,
-    is_traced_or_transformed,
     scalar_per_head,
 )
-from lln_fairseq.ops.exchange import create_exchange
 from lln_fairseq.ops.formula import (
     AVERAGE,
     JOINT,
@@ -57,7 +54,6 @@ def lln_attention(
     backend: str = "auto",
     scope: str = "head",
     constants: str = "calibrated",
-    group: ProcessGroup | None = None,
 ) -> Tensor:
     """Compute LLN attention (paper, eq. 8): Σ_j <e^{αq_i}, e^{βk_j}> v_j / Σ_l <e^{αq_i}, e^{βk_l}>.
 
@@ -72,19 +68,14 @@ def lln_attention(
             first use); "torch" = PyTorch on any device; "auto" = the kernels for the device of q if they can run on
             these tensors, otherwise PyTorch.
         scope, constants: the arguments of `match_moments`; used only if alpha and beta are None.
-        group: a process group whose workers each hold consecutive tokens of the same sequences, in the order of their
-            ranks and in any number. None means that this worker holds the whole sequences. With a group, q, k, v and
-            the result have only this worker's tokens. All workers of the group must make the call and its backward
-            pass. The gradients of α and β are this worker's terms of a sum over the workers. The amount of data that
-            the workers exchange does not depend on the number of tokens.
 
     Returns: (B, H, N, D) in the dtype of q. If batch and heads of q can be viewed as one dimension, the result has the
-        memory layout of q. It can be differentiated any number of times, with a group only once.
+        memory layout of q. It can be differentiated any number of times.
     Raises: ValueError if an argument is invalid, or if the backend cannot run on these tensors.
     """
     check_inputs(q, k, v, key_padding_mask)
     tensors = Inputs(q, k, v, padding=key_padding_mask)
-    return _match_and_attend(Spec(LLN), tensors, alpha, beta, backend, scope, constants, group)
+    return _match_and_attend(Spec(LLN), tensors, alpha, beta, backend, scope, constants)
 
 
 def lln_diag_attention(
@@ -101,7 +92,6 @@ def lln_diag_attention(
     constants: str = "calibrated",
     mix: str = "average",
     mix_parameter: float | Tensor | None = None,
-    group: ProcessGroup | None = None,
     global_tokens: int | Tensor | None = None,
     max_global_tokens: int | None = None,
 ) -> Tensor:
@@ -121,8 +111,6 @@ def lln_diag_attention(
         mix_parameter: o for the mix "joint_offset": a number, or a tensor that broadcasts to (B, H) and may require a
             gradient. None means 0. The values must be in [-80, 80], which is not checked. With "average" it must be
             None.
-        group: the same as in `lln_attention`, but only with the mix "average". Every worker but the last must hold a
-            multiple of block_size tokens, so that no block lies on two workers.
         global_tokens: the number of tokens at the start of every sequence that are global; only with the mix
             "joint_offset". An int for all sequences, an integer tensor (B,), or None for no global tokens. A number
             above N counts as N.
@@ -134,7 +122,7 @@ def lln_diag_attention(
 
     Returns: (B, H, N, D), as `lln_attention` does. With dropout, the result can be differentiated only once.
     Raises: ValueError if an argument is invalid, if the backend cannot run on these tensors, or if the mix does not
-        allow mix_parameter, group or global_tokens.
+        allow mix_parameter or global_tokens.
     """
     check_inputs(q, k, v, key_padding_mask)
     block_size = check_block_size(block_size, q.shape[-1])
@@ -149,9 +137,7 @@ def lln_diag_attention(
             raise ValueError(f"mix '{mix}' has no global tokens, choose joint_offset")
         tensors = Inputs(q, k, v, padding=key_padding_mask)
         spec = Spec(AVERAGE, block_size, dropout_p)
-        return _match_and_attend(spec, tensors, alpha, beta, backend, scope, constants, group)
-    if group is not None and create_exchange(group, q, block_size) is not None:
-        raise ValueError(f"mix '{mix}' cannot be computed over several workers, choose average")
+        return _match_and_attend(spec, tensors, alpha, beta, backend, scope, constants)
     offset = scalar_per_head(0.0 if mix_parameter is None else mix_parameter, q, "mix_parameter")
     if q.shape[2] <= block_size and backend == "auto" and q.is_cpu and not torch.is_grad_enabled():
         # In one block this is softmax, and the offset, α and β, which have no influence, need no gradient here.
@@ -160,7 +146,7 @@ def lln_diag_attention(
     counts, max_global = count_global_tokens(global_tokens, max_global_tokens, q, k, v)
     tensors = Inputs(q, k, v, offset=offset, padding=key_padding_mask, global_counts=counts)
     spec = Spec(JOINT, block_size, dropout_p, max_global=max_global)
-    return _match_and_attend(spec, tensors, alpha, beta, backend, scope, constants, None)
+    return _match_and_attend(spec, tensors, alpha, beta, backend, scope, constants)
 
 
 def lln_features(
@@ -199,7 +185,6 @@ def _match_and_attend(
     backend: str,
     scope: str,
     constants: str,
-    group: ProcessGroup | None,
 ) -> Tensor:
     """Find α and β, and compute the call.
 
@@ -208,19 +193,11 @@ def _match_and_attend(
     if (alpha is None) != (beta is None):
         raise ValueError("alpha and beta must be given together or not at all")
     q, k, *_ = tensors
-    exchange = None
-    if group is not None:
-        exchange = create_exchange(group, q, spec.block_size)
     if alpha is not None and beta is not None:
         tensors = tensors._replace(alpha=scalar_per_head(alpha, q, "alpha"), beta=scalar_per_head(beta, q, "beta"))
     backend = choose_backend(backend, spec, tensors)
-    if exchange is not None:
-        if is_traced_or_transformed(*tensors):
-            raise ValueError("attention over several workers cannot be traced, compiled or transformed")
-        if backend == FORMULA:
-            backend = "torch"  # a worker without tokens takes part too, because the others wait for its sums
-    backend_matches = backend != FORMULA and scope == "head" and constants == "calibrated" and exchange is None
+    backend_matches = backend != FORMULA and scope == "head" and constants == "calibrated"
     if alpha is None and not backend_matches:
-        matched_alpha, matched_beta = match_moments_pytorch(q, k, tensors.padding, scope, constants, exchange=exchange)
+        matched_alpha, matched_beta = match_moments_pytorch(q, k, tensors.padding, scope, constants)
         tensors = tensors._replace(alpha=matched_alpha, beta=matched_beta)
-    return attend(spec, tensors, backend, exchange)
+    return attend(spec, tensors, backend)

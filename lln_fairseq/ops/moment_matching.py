@@ -20,23 +20,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lln_fairseq.ops.backends import load_backend
 from lln_fairseq.ops.dispatch import FORMULA, check_inputs, choose_backend, is_traced_or_transformed
-from lln_fairseq.ops.exchange import Exchange, create_exchange
-from lln_fairseq.ops.formula import (
-    LLN,
-    HeadMoments,
-    Inputs,
-    Spec,
-    alpha_beta,
-    head_moments,
-    interpolate,
-    merge_moments,
-    standard_deviation,
-)
+from lln_fairseq.ops.formula import LLN, Inputs, Spec, alpha_beta, interpolate, standard_deviations
 
 SCOPES = ("head", "batch")
 CONSTANTS = ("calibrated", "paper")
@@ -55,7 +43,6 @@ def match_moments(
     scope: str = "head",
     constants: str = "calibrated",
     backend: str = "auto",
-    group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute α and β (eq. 10 of the paper) by moment matching for these queries and keys.
 
@@ -66,18 +53,15 @@ def match_moments(
             of the padding; "batch" = one α and β for the whole tensor, as in the authors' code.
         constants: "calibrated" uses a table simulated for this head dimension, "paper" the straight line of the paper.
         backend: "triton", "cpu", "torch" or "auto", as in `lln_attention`. The kernels compute only the scope "head"
-            with the table and without a group. In all other cases PyTorch is used, even if a kernel is requested.
-        group: a process group whose workers each hold consecutive tokens of the same sequences, or None. All workers of
-            the group must make the call.
+            with the table. In all other cases PyTorch is used, even if a kernel is requested.
 
     Returns: α and β, both (B, H) in float32, or in float64 for float64 inputs; finite, positive and without gradient.
     Raises: ValueError if an argument is invalid, or if the backend cannot run on these tensors.
     """
     check_inputs(q, k, k, key_padding_mask)
     backend = choose_backend(backend, Spec(LLN), Inputs(q, k, k, padding=key_padding_mask))
-    exchange = create_exchange(group, q)
-    if scope != "head" or constants != "calibrated" or exchange is not None or backend == FORMULA:
-        return match_moments_pytorch(q, k, key_padding_mask, scope, constants, exchange=exchange)
+    if scope != "head" or constants != "calibrated" or backend == FORMULA:
+        return match_moments_pytorch(q, k, key_padding_mask, scope, constants)
     table = calibration_table(q.shape[-1], q.device)
     return load_backend(backend).match_moments(q.detach(), k.detach(), key_padding_mask, table)
 
@@ -98,47 +82,20 @@ def match_moments_pytorch(
     scope: str = "head",
     constants: str = "calibrated",
     table: Sequence[Tensor] | None = None,
-    exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute α and β as `match_moments` does, in PyTorch. Raise ValueError for an unknown scope or unknown constants.
 
     If there is no padding, k may have a different N from q. `table` has the vectors log s and log σ̃² to interpolate;
-    None means the table that belongs to `constants`. It is ignored if constants is "paper". The exchange sums the
-    moments over the workers.
+    None means the table that belongs to `constants`. It is ignored if constants is "paper".
     """
     check_moment_options(scope, constants)
     if constants == "paper":
         table = None
     elif table is None:
         table = _table_for(q)
-    sigma_q, sigma_k = standard_deviations((q, k), padding, scope, exchange)
+    sigma_q = standard_deviations(q, padding, scope)
+    sigma_k = standard_deviations(k, padding, scope)
     return alpha_beta(sigma_q, sigma_k, table)
-
-
-def standard_deviations(
-    tensors: Sequence[Tensor],
-    padding: Tensor | None = None,
-    scope: str = "head",
-    exchange: Exchange | None = None,
-) -> list[Tensor]:
-    """Compute the population standard deviation of each tensor over its features and its tokens that are not padding.
-
-    Args:
-        tensors: each (B, H, N, D).
-        padding: bool (B, N), True = padded, or None.
-        scope: "head" = one standard deviation for each sequence and head; "batch" = one for the whole tensor.
-        exchange: sums the moments over the workers. None means that this worker holds the whole sequences.
-
-    Returns: for each tensor (B, H) in float32, or in float64 if the tensor is float64; without gradient. Every value is
-        at least MIN_SIGMA, so that α and β stay finite for constant inputs and for sequences that are all padding.
-    """
-    moments = [head_moments(x, padding) for x in tensors]
-    if exchange is not None:
-        gathered = exchange.gather(torch.stack([torch.stack(m) for m in moments]))
-        for i in range(len(moments)):
-            merged = merge_moments(HeadMoments(*gathered[:, i].unbind(dim=1)), dim=0)
-            moments[i] = HeadMoments(*(x[0] for x in merged))
-    return [standard_deviation(m, scope) for m in moments]
 
 
 @functools.cache

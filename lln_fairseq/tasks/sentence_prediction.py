@@ -68,32 +68,8 @@ class LLNSentencePredictionConfig(TrainingOptions, SentencePredictionConfig):
     finetune_from_model: Optional[str] = II("checkpoint.finetune_from_model")
 
 
-class ClassifierTask(SentencePredictionTask):
-    """fairseq's task with another `build_model`, in a class of its own so that HookedTask's comes before it."""
-
-    def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
-        """Build the model with its head, after setting two_towers and max_positions in `cfg`, its options, in place.
-
-        The model gets at least as many positions as the task. fairseq's task gives it exactly as many, which cuts the
-        positions of a checkpoint of longer texts. With two_towers, a model that is not one of this package raises
-        UserError. If the model's pairs have one </s> between the texts, separator_token is removed from the task's
-        options, in place.
-        """
-        with open_dict(cfg) if OmegaConf.is_config(cfg) else nullcontext():
-            cfg.max_positions = max(self.cfg.max_positions, getattr(cfg, "max_positions", None) or 0)
-            if self.cfg.two_towers or "two_towers" in cfg:
-                cfg.two_towers = self.cfg.two_towers
-        if getattr(cfg, "pair_form", ROBERTA_PAIRS) != ROBERTA_PAIRS:
-            self.cfg.separator_token = None
-        model = models.build_model(cfg, self, from_checkpoint)
-        model.register_classification_head(self.cfg.classification_head_name, num_classes=self.cfg.num_classes)
-        if self.cfg.two_towers and not isinstance(model, LLNRobertaModel):
-            raise UserError("two_towers needs a model of this package: --arch lln_roberta_base (model._name)")
-        return model
-
-
 @register_task("lln_sentence_prediction", dataclass=LLNSentencePredictionConfig)
-class LLNSentencePredictionTask(HookedTask, ClassifierTask):
+class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
     """The task lln_sentence_prediction. Its data has the directories input0, label and, for pairs, input1."""
 
     @classmethod
@@ -131,6 +107,26 @@ class LLNSentencePredictionTask(HookedTask, ClassifierTask):
                 f"({', '.join(task.labels[:8])}), got {cfg.num_classes}"
             )
         return task
+
+    def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
+        """Build the model with its head, after setting two_towers and max_positions in `cfg`, its options, in place.
+
+        The model gets at least as many positions as the task. fairseq's task gives it exactly as many, which cuts the
+        positions of a checkpoint of longer texts. With two_towers, a model that is not one of this package raises
+        UserError. If the model's pairs have one </s> between the texts, separator_token is removed from the task's
+        options, in place.
+        """
+        with open_dict(cfg) if OmegaConf.is_config(cfg) else nullcontext():
+            cfg.max_positions = max(self.cfg.max_positions, getattr(cfg, "max_positions", None) or 0)
+            if self.cfg.two_towers or "two_towers" in cfg:
+                cfg.two_towers = self.cfg.two_towers
+        if getattr(cfg, "pair_form", ROBERTA_PAIRS) != ROBERTA_PAIRS:
+            self.cfg.separator_token = None
+        model = models.build_model(cfg, self, from_checkpoint)
+        model.register_classification_head(self.cfg.classification_head_name, num_classes=self.cfg.num_classes)
+        if self.cfg.two_towers and not isinstance(model, LLNRobertaModel):
+            raise UserError("two_towers needs a model of this package: --arch lln_roberta_base (model._name)")
+        return model
 
     def load_dataset(self, split: str, combine: bool = False, **kwargs: Any) -> Any:
         """Load a split into self.datasets, and return the data set. It is shuffled unless --no-shuffle is set.

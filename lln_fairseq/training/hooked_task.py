@@ -1,7 +1,6 @@
 """The base class of this package's tasks: a fairseq task that calls hooks around fairseq's training loop.
 
-The hooks make runs resume exactly, write layer scalars and probe measurements to TensorBoard, report padding, and split
-sequences across workers.
+The hooks make runs resume exactly, write layer scalars and probe measurements to TensorBoard, and report padding.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +20,6 @@ from lln_fairseq.training.attention_probe import AttentionProbe
 from lln_fairseq.training.loss_scale import LossScaleMonitor
 from lln_fairseq.training.padding_report import PaddingReport
 from lln_fairseq.training.resume import ExactResume
-from lln_fairseq.training.sequence_parallel import SequenceParallelism
 from lln_fairseq.training.tensorboard import LayerScalars
 
 
@@ -38,22 +36,11 @@ class HookedTask(FairseqTask):
         self.run_origin: dict[str, str] = {}  # hashes, see run_identity.py; stays empty in workers that do not save
         self.loss_scale = LossScaleMonitor()
         self.resume = ExactResume(cfg, self.loss_scale)
-        self.sequence_parallelism = SequenceParallelism(cfg)
+
         self.layer_scalars = LayerScalars(cfg)
         self.probe = AttentionProbe(cfg)
         self.padding_report = PaddingReport()
         self._is_training = False  # during a training step, not during a validation
-
-    def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
-        """Build a model from its options, and join the worker's sequence-parallel group.
-
-        With `from_checkpoint`, the model is built only to load a checkpoint into it, and no group is joined. UserError
-        is raised if --sequence-parallel-size is set and the model or the number of workers does not allow it.
-        """
-        model = super().build_model(cfg, from_checkpoint)
-        if not from_checkpoint:
-            self.sequence_parallelism.join_group(model)
-        return model
 
     def load_dataset(self, split: str, *args: Any, **kwargs: Any) -> Any:
         """Load a split as fairseq's task does. Raise UserError if its files are missing or damaged."""
@@ -87,7 +74,7 @@ class HookedTask(FairseqTask):
         # By default, fairseq rounds batch sizes down to a multiple of 8 and drops the remaining rows at the end of a
         # data set, in training and in validation.
         kwargs["required_batch_size_multiple"] = 1
-        self.sequence_parallelism.merge_data_shards(kwargs)
+
         iterator = super().get_batch_iterator(dataset, max_tokens, max_sentences, max_positions, **kwargs)
         # Persistent loader processes keep a copy of the data set in its first epoch, so they would mask the same tokens
         # in every epoch.
@@ -126,18 +113,16 @@ class HookedTask(FairseqTask):
         """Compute the loss of one batch, and add its gradients to those of earlier batches of the update.
 
         fairseq calls this once per batch, so with gradient accumulation several times per update. `update_num` is the
-        number of completed updates. With sequence parallelism, `sample` is the whole batch of the group. In updates
-        that are logged, the logging output has the layer scalars.
+        number of completed updates. In updates that are logged, the logging output has the layer scalars.
         """
         self._is_training = True
         self.probe.before_step(model, update_num, self.datasets)
         self.resume.before_step(optimizer)
         self.loss_scale.before_step(optimizer)
-        self.sequence_parallelism.seed_dropout()
-        shard = self.sequence_parallelism.cut_shard(sample, self.source_dictionary.pad())
+
         criterion = self._with_autocast(criterion)
         with self.layer_scalars.observe(model, update_num) as layers:
-            loss, sample_size, log = super().train_step(shard, model, criterion, optimizer, update_num, ignore_grad)
+            loss, sample_size, log = super().train_step(sample, model, criterion, optimizer, update_num, ignore_grad)
         return loss, sample_size, self.layer_scalars.add_to(log, layers)
 
     def optimizer_step(self, optimizer: Any, model: Any, update_num: int) -> None:
@@ -151,8 +136,7 @@ class HookedTask(FairseqTask):
     def valid_step(self, sample: Any, model: Any, criterion: Any) -> tuple:
         """Compute the loss of one batch without gradients."""
         self._is_training = False
-        shard = self.sequence_parallelism.cut_shard(sample, self.source_dictionary.pad())
-        return super().valid_step(shard, model, self._with_autocast(criterion))
+        return super().valid_step(sample, model, self._with_autocast(criterion))
 
     def _with_autocast(self, criterion: Any) -> Callable[[Any, Any], Any]:
         """Return the criterion as a function of model and sample; the backward pass has to stay outside of autocast."""

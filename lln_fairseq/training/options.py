@@ -30,13 +30,6 @@ class TrainingOptions:
         default=False,
         metadata={"help": "compute in bfloat16 by autocast, with float32 weights; not together with fp16, bf16 or amp"},
     )
-    sequence_parallel_size: int = field(
-        default=1,
-        metadata={
-            "help": "number of workers, of neighboring ranks, that share each sequence; not every attention supports "
-            "it, see docs/sequence_parallel.md"
-        },
-    )
     probe_interval: int = field(
         default=0,
         metadata={

@@ -140,35 +140,22 @@ def batch_offset(path: str, saved_config: Any, done: int, cfg: Any) -> int:
     """
     if not done or not isinstance(saved_config, Mapping):
         return done
-    config = plain_config(cfg)
     saved_dataset = plain_options(saved_config.get("dataset"))
-    dataset = plain_options(config["dataset"])
+    dataset = plain_options(plain_config(cfg)["dataset"])
     for key in ("batch_size", "max_tokens"):
         if saved_dataset.get(key) != dataset[key]:
             raise UserError(
                 f"{path} was saved in the middle of an epoch with dataset.{key} = {saved_dataset.get(key)}, but this "
                 f"run has {dataset[key]}: keep the old value {ADVICE}"
             )
-    shards = count_data_shards(config)
-    saved_shards = count_data_shards(saved_config) or shards
-    if saved_shards != shards and (done * saved_shards % shards or dataset["grouped_shuffling"]):
+    workers = cfg.distributed_training.distributed_world_size
+    saved_workers = plain_options(saved_config.get("distributed_training")).get("distributed_world_size", workers)
+    if saved_workers != workers and (done * saved_workers % workers or dataset["grouped_shuffling"]):
         raise UserError(
-            f"{path} was saved in the middle of an epoch with {saved_shards} workers, and the rest of the epoch cannot "
-            f"be divided among {shards} workers: keep their number {ADVICE}"
+            f"{path} was saved in the middle of an epoch with {saved_workers} workers, and the rest of the epoch "
+            f"cannot be divided among {workers} workers: keep their number {ADVICE}"
         )
-    return done * saved_shards // shards
-
-
-def count_data_shards(config: Mapping[str, Any]) -> int:
-    """Return the number of parts that an epoch is divided into, or 0 if the configuration lacks the number of workers.
-
-    There is one part per worker, or with --sequence-parallel-size per group of workers that share their sequences.
-    """
-    workers = plain_options(config.get("distributed_training")).get("distributed_world_size")
-    group_size = plain_options(config.get("task")).get("sequence_parallel_size") or 1
-    if not isinstance(workers, int) or not isinstance(group_size, int):
-        return 0
-    return workers // max(group_size, 1)
+    return done * saved_workers // workers
 
 
 def reason_for_completion(trainer: Trainer, seconds: float, next_epoch: int) -> str:

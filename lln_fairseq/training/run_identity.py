@@ -49,7 +49,6 @@ MAY_CHANGE = {
         "probe_interval",
         "probe_sequences",
         "seed",  # common.seed is compared
-        "sequence_parallel_size",
         "tensorboard_logdir",
     },
     "criterion": {"tpu"},
@@ -84,6 +83,7 @@ def check_same_run(
     if options.reset_optimizer or options.reset_lr_scheduler or options.reset_dataloader:
         return
     saved = state.get("cfg")
+    _reject_shared_sequences(options.save_dir, saved)
     origin: dict[str, Any] = plugin_state(state)
     changes = changed_settings(saved, cfg)
     if options.reset_meters:  # the old scores are discarded, so another metric does no harm
@@ -102,6 +102,18 @@ def check_same_run(
         raise UserError(
             f"{options.save_dir} holds another run: {'; '.join(changes)}. Restore the old settings, or choose another "
             "--save-dir (checkpoint.save_dir)"
+        )
+
+
+def _reject_shared_sequences(save_dir: str, saved: Any) -> None:
+    """Raise UserError for a run of version 0.3.0 or older whose workers shared their sequences."""
+    if not isinstance(saved, Mapping):
+        return
+    size = plain_options(saved.get("task")).get("sequence_parallel_size") or 1
+    if size != 1:
+        raise UserError(
+            f"{save_dir} holds a run with task.sequence_parallel_size={size}, which versions after 0.3.0 do not have: "
+            "resume it with 0.3.0, or start a new run from its checkpoint (checkpoint.finetune_from_model)"
         )
 
 
@@ -258,9 +270,8 @@ def _options_of_other_mechanisms(options: Mapping[str, Any]) -> set[str]:
 def _update_size(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the maximum number of sequences and the maximum number of tokens in an update.
 
-    The maximum for an update is the limit of a batch, times update_freq, times the number of groups of workers that
-    share sequences. Without --sequence-parallel-size, every worker is such a group. update_freq has one entry per
-    epoch, so each maximum is a list with one number for each entry.
+    The maximum for an update is the limit of a batch, times update_freq, times the number of workers. update_freq has
+    one entry per epoch, so each maximum is a list with one number for each entry.
 
     A maximum is NO_LIMIT if a batch has no such limit. If batches are limited by sequences, dataset.max_tokens follows.
     Nothing is yielded if batches have neither limit, or if one of the numbers is missing or not an integer.
@@ -270,13 +281,13 @@ def _update_size(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     tokens = dataset.get("max_tokens")
     frequencies = plain_options(config.get("optimization")).get("update_freq")
     workers: Any = plain_options(config.get("distributed_training")).get("distributed_world_size")
-    group_size = plain_options(config.get("task")).get("sequence_parallel_size") or 1
+
     if not isinstance(frequencies, list) or not frequencies:
         return
-    numbers = (sequences or tokens, workers, group_size, *frequencies)
+    numbers = (sequences or tokens, workers, *frequencies)
     if not all(isinstance(number, int) for number in numbers):
         return
-    batches = [workers // group_size * frequency for frequency in frequencies]
+    batches = [workers * frequency for frequency in frequencies]
     # These names are columns of TensorBoard's HPARAMS tab.
     if sequences:
         yield "sequences an update", [sequences * count for count in batches]

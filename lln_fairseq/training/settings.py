@@ -304,17 +304,6 @@ def check_devices(cfg: Any) -> None:
         raise UserError(f"{local_workers} workers on this machine need a GPU each, but it has {devices}: {advice}")
 
 
-def check_sequence_parallel(cfg: Any) -> None:
-    """Raise UserError if the workers cannot be divided into groups of --sequence-parallel-size."""
-    size = getattr(cfg.get("task"), "sequence_parallel_size", 1)
-    workers = cfg.distributed_training.distributed_world_size
-    if size < 1 or workers % size:
-        raise UserError(
-            f"--sequence-parallel-size (task.sequence_parallel_size) must divide the number of workers, {workers} "
-            f"(--distributed-world-size), got {size}"
-        )
-
-
 def check_restore_file(cfg: Any) -> None:
     """Raise UserError for a --finetune-from-model or --restore-file that is missing or would not do what is expected.
 
@@ -409,21 +398,19 @@ def split_global_batch(cfg: Any) -> None:
         return
     batch_size = cfg.dataset.batch_size
     update_freq = list(cfg.optimization.update_freq)
-    group_size = getattr(cfg.task, "sequence_parallel_size", 1)
-    groups = cfg.distributed_training.distributed_world_size // group_size
-    unit = "workers" if group_size == 1 else f"groups of {group_size} workers"
-    if batch_size is not None and update_freq == [1] and global_batch % groups == 0:
-        share = global_batch // groups
+    workers = cfg.distributed_training.distributed_world_size
+    if batch_size is not None and update_freq == [1] and global_batch % workers == 0:
+        share = global_batch // workers
         batch_size = min(batch_size, share)
         update_freq = [max(share // batch_size, 1)]
     for frequency in update_freq:
         product = "unknown"
         if batch_size is not None:
-            product = batch_size * frequency * groups
+            product = batch_size * frequency * workers
         if product != global_batch:
             raise UserError(
                 f"task.global_batch is {global_batch} sequences per update, but dataset.batch_size {batch_size} x "
-                f"optimization.update_freq {frequency} x {groups} {unit} is {product}: change one of them, or the "
+                f"optimization.update_freq {frequency} x {workers} workers is {product}: change one of them, or the "
                 "recipe"
             )
     cfg.dataset.batch_size = batch_size

@@ -100,17 +100,13 @@ def _batch(trainer: Trainer, batches: int) -> str:
         limits.append(f"{cfg.dataset.batch_size} rows")
     if cfg.dataset.max_tokens:
         limits.append(f"{cfg.dataset.max_tokens:,} tokens")
-    group = getattr(cfg.task, "sequence_parallel_size", 1)
-    shards = cfg.distributed_training.distributed_world_size // group
-    unit = "workers"
-    if group > 1:
-        unit = f"groups of {group} workers"
+    workers = cfg.distributed_training.distributed_world_size
     frequency = cfg.optimization.update_freq[0]
     dataset = trainer.task.dataset(cfg.dataset.train_subset)
     tokens = sum(int(lengths.sum()) for lengths in row_lengths(dataset))
     updates = math.ceil(batches / frequency)
     return (
-        f"at most {' and '.join(limits)} x {frequency} (update_freq) x {shards} ({unit}); on average "
+        f"at most {' and '.join(limits)} x {frequency} (update_freq) x {workers} (workers); on average "
         f"{len(dataset) / updates:.0f} rows, {tokens / updates:,.0f} tokens"
     )
 

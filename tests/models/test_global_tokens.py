@@ -14,7 +14,6 @@ from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.ops.formula import MAX_FIRST_SEGMENT
 from lln_fairseq.ops.lln import lln_diag_attention
-from lln_fairseq.training.sequence_parallel import shard_multiple
 from tests.fairseq_runs import (
     CLASSIFICATION,
     LLN,
@@ -178,11 +177,6 @@ def test_instruments_measure_sequences_with_their_own_lengths(options):
         ablated_features = features(model, tokens)
     torch.testing.assert_close(ablated_features, features(model, tokens))
     assert measure_model(model, [{"src_tokens": tokens}]).sequences == len(tokens)
-
-
-def test_sequences_cannot_be_divided_among_workers():
-    with pytest.raises(UserError, match="global_tokens=first_segment cannot split a sequence across workers"):
-        shard_multiple(build_model(**FIRST_SEGMENT))
 
 
 @pytest.fixture(scope="module")

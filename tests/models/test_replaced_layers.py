@@ -17,7 +17,6 @@ from lln_fairseq.analysis import probe
 from lln_fairseq.attention import LAYER_REGISTRY
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
-from lln_fairseq.training.sequence_parallel import shard_multiple
 from tests.fairseq_runs import (
     CLASSIFICATION,
     LLN,
@@ -119,12 +118,6 @@ def test_checkpoint_with_other_layers_is_rejected(before, now, pretrained, task_
     with pytest.raises(UserError, match=f"has {before}, this model {now}: neither has the other's parameters") as error:
         train(monkeypatch, tmp_path / "log", task_data, tmp_path / "run", *options)
     assert "\n" not in str(error.value)
-
-
-@every_layer
-def test_sequence_parallelism_is_rejected(name):
-    with pytest.raises(UserError, match=f"^{name} replaces the whole encoder layer, and cannot split a sequence"):
-        shard_multiple(build_model(attention=name))
 
 
 @every_layer

@@ -10,7 +10,6 @@ from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models.adapt import POSITIONS
 from lln_fairseq.models.multihead_attention import LLNMultiheadAttention
-from lln_fairseq.models.token_shards import Shard
 from tests.conversion.sources import add_noise, compute_logits, padded_batch
 from tests.fairseq_runs import LLN, MASKED_LM, assert_resumes_exactly, train
 from tests.models.small_model import build_model
@@ -34,7 +33,7 @@ def rotated_heads(x, positions):
 
 
 @pytest.mark.parametrize("attention", ["softmax", "lln", "lln_diag"])
-@pytest.mark.parametrize("case", ["whole", "padded", "shard"])
+@pytest.mark.parametrize("case", ["whole", "padded"])
 def test_queries_and_keys_are_rotated(attention, case):
     torch.manual_seed(0)
     options = dict(max_positions=16, rotary=True, rotary_base=BASE)
@@ -47,12 +46,7 @@ def test_queries_and_keys_are_rotated(attention, case):
         mask[0, 5:] = True
         mask[1, :3] = True
         positions = [list(range(7)), [0, 0, 0, 0, 1, 2, 3]]
-    context = Context(mask)
-    if case == "shard":
-        positions = [list(range(30, 37)), list(range(4, 11))]
-        context = Context(mask, torch.tensor(positions))
-
-    out = module(x, context)
+    out = module(x, Context(mask))
 
     q = rotated_heads(module.q_proj(x), positions)
     k = rotated_heads(module.k_proj(x), positions)
@@ -76,19 +70,6 @@ def test_padding_on_the_left_has_no_influence(attention):
     tokens = torch.randint(4, 60, (1, 20), generator=torch.Generator().manual_seed(0))
     padded = torch.cat([torch.full((1, 5), PAD), tokens], dim=1)
     torch.testing.assert_close(model(padded)[0][:, 5:], model(tokens)[0])
-
-
-def test_recomputed_layers_of_a_shard_give_the_same_gradients():
-    tokens = padded_batch(64)
-    rows = torch.arange(60, 60 + tokens.shape[1]).expand(tokens.shape)
-    shard = Shard(None, positions=rows, has_first=False)
-    gradients = []
-    for recompute in (False, True):
-        model = build_model(attention="lln_diag", rotary=True, checkpoint_activations=recompute).train()
-        torch.manual_seed(1)
-        model(tokens, shard=shard)[0].square().mean().backward()
-        gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
-    torch.testing.assert_close(gradients[0], gradients[1])
 
 
 def test_heads_with_an_odd_number_of_features_are_rejected():

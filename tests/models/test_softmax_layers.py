@@ -13,7 +13,6 @@ from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.evaluate import compute_outputs, format_predictions, load_finetuned_model
 from lln_fairseq.training.recipes import layout_options
-from lln_fairseq.training.sequence_parallel import shard_multiple
 from tests.conversion.sources import add_noise, compute_logits, padded_batch
 from tests.fairseq_runs import (
     LLN,
@@ -99,11 +98,6 @@ def test_wrong_layer_is_rejected(text):
     with pytest.raises(UserError) as error:
         build_model(attention="lln", softmax_layers=text)
     assert str(error.value) == message
-
-
-def test_sequences_cannot_be_divided_among_workers():
-    with pytest.raises(UserError, match="does not work with --softmax-layers"):
-        shard_multiple(build_model(attention="lln", softmax_layers="1"))
 
 
 def test_recorded_layers_are_those_of_the_model():

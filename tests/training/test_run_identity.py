@@ -86,6 +86,20 @@ def test_reset_meters_forgets_scores_of_other_metric(run_copy, tmp_path, monkeyp
     assert extra_state["best"] == patience["best"] == extra_state["val_loss"]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_only_runs_whose_workers_shared_sequences_cannot_resume(size, run_copy, tmp_path, monkeypatch):
+    state = torch.load(run_copy.checkpoint)
+    state["cfg"]["task"]["sequence_parallel_size"] = size  # an option of version 0.3.0
+    torch.save(state, run_copy.checkpoint)
+    arguments = (run_copy.corpus, run_copy.save_dir, *RUN_OPTIONS, "--max-update", 4)
+    if size == 1:
+        assert train(monkeypatch, tmp_path / "log", *arguments)["train"]
+        return
+    message = r"run holds a run with task\.sequence_parallel_size=2, .*: resume it with 0\.3\.0, or start .*\)$"
+    with pytest.raises(UserError, match=message):
+        train(monkeypatch, tmp_path / "log", *arguments)
+
+
 def batch_settings(max_tokens, batch_size, update_freq=1, workers=1):
     return OmegaConf.create(
         {

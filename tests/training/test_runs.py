@@ -155,10 +155,10 @@ def test_impossible_settings_are_rejected(wrong_options, message, corpus, tmp_pa
         train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, *wrong_options)
 
 
-def batch_configuration(global_batch, batch_size, update_freq, workers, group_size=1):
+def batch_configuration(global_batch, batch_size, update_freq, workers):
     return OmegaConf.create(
         {
-            "task": {"global_batch": global_batch, "sequence_parallel_size": group_size},
+            "task": {"global_batch": global_batch},
             "dataset": {"batch_size": batch_size},
             "optimization": {"update_freq": [update_freq]},
             "distributed_training": {"distributed_world_size": workers},
@@ -167,20 +167,17 @@ def batch_configuration(global_batch, batch_size, update_freq, workers, group_si
 
 
 @pytest.mark.parametrize(
-    ("global_batch", "batch_size", "update_freq", "workers", "group_size", "expected"),
+    ("global_batch", "batch_size", "update_freq", "workers", "expected"),
     [
-        (256, 16, 1, 1, 1, (16, [16])),
-        (256, 16, 1, 8, 1, (16, [2])),
-        (32, 32, 1, 8, 1, (4, [1])),
-        (32, 8, 4, 1, 1, (8, [4])),
-        (None, 8, 3, 5, 1, (8, [3])),
-        (32, 4, 1, 4, 2, (4, [4])),
-        (4, 4, 1, 4, 2, (2, [1])),
-        (6, 4, 1, 4, 2, (3, [1])),
+        (256, 16, 1, 1, (16, [16])),
+        (256, 16, 1, 8, (16, [2])),
+        (32, 32, 1, 8, (4, [1])),
+        (32, 8, 4, 1, (8, [4])),
+        (None, 8, 3, 5, (8, [3])),
     ],
 )
-def test_global_batch_is_split_over_devices(global_batch, batch_size, update_freq, workers, group_size, expected):
-    cfg = batch_configuration(global_batch, batch_size, update_freq, workers, group_size)
+def test_global_batch_is_split_over_devices(global_batch, batch_size, update_freq, workers, expected):
+    cfg = batch_configuration(global_batch, batch_size, update_freq, workers)
     split_global_batch(cfg)
     assert (cfg.dataset.batch_size, list(cfg.optimization.update_freq)) == expected
 

@@ -1,4 +1,7 @@
-"""Two workers on one machine log the same metrics and scalars as one worker, and their run resumes."""
+"""Two workers on one machine log the same as one worker, their run resumes, and the loss of one ends the other."""
+
+import re
+import time
 
 import pytest
 from fairseq.logging.progress_bar import _tensorboard_writers
@@ -58,3 +61,28 @@ def test_two_workers_log_the_same_as_one_and_resume(tmp_path, monkeypatch):
     train(monkeypatch, tmp_path / "resumed.log", data, tmp_path / "two", *resume_options)
     state = load_checkpoint_lazily(str(tmp_path / "two" / "checkpoint_last.pt"))["extra_state"]["train_iterator"]
     assert state["iterations_in_epoch"] == 2 * 6  # one worker has now processed the batches of both
+
+
+@pytest.mark.exhaustive
+def test_killed_worker_ends_the_other_in_one_line(tmp_path):
+    data = make_classification(tmp_path / "data")
+    address = ("--distributed-init-method", f"tcp://127.0.0.1:{free_port()}", "--distributed-world-size", 2)
+    endless = ("--max-update", 10**6, "--disable-validation", "--no-save", *DISTRIBUTED, *address)
+    workers = [start_worker(data, tmp_path / "run", *endless, "--distributed-rank", rank) for rank in (0, 1)]
+    try:
+        for line in workers[0].stdout:
+            if "train_inner" in line:
+                break
+        begin = time.monotonic()
+        workers[1].kill()
+        output = workers[0].communicate(timeout=60)[0]
+    finally:
+        for worker in workers:
+            worker.kill()
+
+    assert time.monotonic() - begin < 30
+    assert workers[0].returncode == 1
+    assert "Traceback" not in output
+    (error,) = [line for line in output.splitlines() if "error: " in line]
+    expected = r"(\[rank0\]: )?error: another worker of this training has ended .* by peer\)"
+    assert re.fullmatch(expected, error), output[-2000:]

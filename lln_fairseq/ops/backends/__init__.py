@@ -12,7 +12,6 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from lln_fairseq.ops.exchange import Exchange
 from lln_fairseq.ops.formula import Inputs, Spec
 
 MODULES = {"torch": f"{__name__}.torch", "triton": f"{__name__}.triton", "cpu": f"{__name__}.cpu"}
@@ -27,10 +26,6 @@ class Backend(Protocol):
     `choose_backend` has found that the tensors are plain tensors on one device that the backend can read. q, k, v and
     the gradient of the output have any strides; α, β and the offset too, in float32, or in float64 if q is float64.
     Values at padding positions can be NaN or infinite and must not influence the results of other tokens (formula.py).
-
-    With an exchange, α and β are given, and N may be 0. `forward` then calls `Exchange.merge_states` once, after it has
-    summed over the keys of this worker. `backward` calls `Exchange.sum` once, after it has summed over the queries of
-    this worker. It exchanges dS, the gradient of the state S, and -dL, the negated gradient of L = logsumexp_j(β k_j).
     """
 
     def reason_against(self, spec: Spec, q: Tensor) -> str | None:
@@ -45,9 +40,7 @@ class Backend(Protocol):
         The output of `forward` is laid out like the gradient of q. torch.compile needs this to plan a graph.
         """
 
-    def forward(
-        self, spec: Spec, inputs: Inputs, exchange: Exchange | None = None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Sequence[Tensor]]:
+    def forward(self, spec: Spec, inputs: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None, Sequence[Tensor]]:
         """Return the output (B, H, N, D) in the dtype of q, α and β, and the tensors to save for `backward`.
 
         α and β are those of the inputs, or those of moment matching.
@@ -60,7 +53,6 @@ class Backend(Protocol):
         saved: Sequence[Tensor],
         grad: Tensor,
         needed: Sequence[bool],
-        exchange: Exchange | None = None,
     ) -> Sequence[Tensor | None]:
         """Return the gradients of q, k and v (B, H, N, D), and those of α, β and the offset (B, H).
 

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from lln_fairseq.ops import formula
 from lln_fairseq.ops.dispatch import fresh_result, keep_threshold
-from lln_fairseq.ops.exchange import Exchange
 from lln_fairseq.ops.formula import (
     DIAG,
     FLOOR,
@@ -39,7 +38,6 @@ from lln_fairseq.ops.formula import (
     KeySums,
     Spec,
     compute_dtype,
-    explicit_mask,
     outside_divisor,
     outside_mass,
     outside_weight,
@@ -70,9 +68,7 @@ def empty_sums(q: Tensor, features: int) -> KeySums:
     return KeySums(*(torch.empty(batch * heads, *shape, **options) for shape in shapes))
 
 
-def forward(
-    spec: Spec, inputs: Inputs, exchange: Exchange | None = None
-) -> tuple[Tensor, Tensor | None, Tensor | None, Sequence[Tensor]]:
+def forward(spec: Spec, inputs: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None, Sequence[Tensor]]:
     """See `Backend.forward`. It saves the sums over the keys."""
     if spec.form != DIAG and inputs.alpha is None:
         table = calibration_table(inputs.q.shape[-1], inputs.q.device)
@@ -81,23 +77,12 @@ def forward(
     inputs = with_joined_heads(inputs)
     out = fresh_result(inputs.q)
     sums = None if spec.form == DIAG else empty_sums(inputs.q, inputs.q.shape[-1])
-    if exchange is not None:
-        assert sums is not None
-        for group in _groups(spec, inputs):
-            store_sums(formula.sum_keys(formula.load_heads(spec, inputs, group)), sums, group)
-        has_keys = (~explicit_mask(inputs.padding, inputs.q)).any(dim=1).repeat_interleave(inputs.q.shape[1])
-        total = sums.total[:, 0] * has_keys[:, None]
-        lln_weight, _ = WEIGHTS[spec.form]  # the C kernels, which other workers may use, exchange S with its weight
-        maximum, total, state = exchange.merge_states(sums.maximum[:, 0], total, lln_weight * sums.state)
-        sums = KeySums(maximum[:, None], total[:, None].clamp_min(1.0), state / lln_weight)
     for group in _groups(spec, inputs):
         heads = formula.load_heads(spec, inputs, group)
         group_sums = None
-        if sums is not None and exchange is None:
+        if sums is not None:
             group_sums = formula.sum_keys(heads)
             store_sums(group_sums, sums, group)
-        elif sums is not None:
-            group_sums = select_sums(sums, group)
         factors = _Dropout(spec, inputs, group)
         write_group(formula.attend_heads(spec, heads, group_sums, factors.apply), out, group)
     return out, inputs.alpha, inputs.beta, sums or ()
@@ -109,7 +94,6 @@ def backward(
     saved: Sequence[Tensor],
     grad: Tensor,
     needed: Sequence[bool],
-    exchange: Exchange | None = None,
 ) -> Sequence[Tensor | None]:
     """See `Backend.backward`."""
     results = [fresh_result(x) for x in inputs[:3]]
@@ -117,23 +101,19 @@ def backward(
     grad = join_heads(grad)
     scalars = [inputs.q.new_zeros(inputs.q.shape[:2], dtype=compute_dtype(inputs.q.dtype)) for _ in needed]
     sums = KeySums(*saved) if saved else None
-    if exchange is not None:
-        assert sums is not None
-        _shared_backward(spec, inputs, sums, grad, results, scalars, exchange)
-    else:
-        for group in _groups(spec, inputs):
-            heads = formula.load_heads(spec, inputs, group)
-            do = load_gradient(grad, heads, group)
-            drop = _Dropout(spec, inputs, group)
-            if spec.form == JOINT:
-                assert sums is not None
-                gradients = _joint_backward(heads, select_sums(sums, group), do, drop)
-            else:
-                gradients = _sum_backward(spec, heads, None if sums is None else select_sums(sums, group), do, drop)
-            for x, target in zip(gradients[:3], results, strict=True):
-                write_group(x, target, group)
-            for x, target in zip(gradients[3:], scalars, strict=True):
-                target.view(-1)[group] = x
+    for group in _groups(spec, inputs):
+        heads = formula.load_heads(spec, inputs, group)
+        do = load_gradient(grad, heads, group)
+        drop = _Dropout(spec, inputs, group)
+        if spec.form == JOINT:
+            assert sums is not None
+            gradients = _joint_backward(heads, select_sums(sums, group), do, drop)
+        else:
+            gradients = _sum_backward(spec, heads, None if sums is None else select_sums(sums, group), do, drop)
+        for x, target in zip(gradients[:3], results, strict=True):
+            write_group(x, target, group)
+        for x, target in zip(gradients[3:], scalars, strict=True):
+            target.view(-1)[group] = x
     return *results, *(x if is_needed else None for x, is_needed in zip(scalars, needed, strict=True))
 
 
@@ -234,47 +214,6 @@ def _weight_gradients(c: Tensor, u: Tensor, offset: Tensor, kinds: BlockKinds) -
     by_u = -c.square() * (1 - (-offset).exp())
     by_offset = c * (1 - c * u)
     return by_u.masked_fill(is_constant, 0.0), by_offset.masked_fill(is_constant, 0.0)
-
-
-def _shared_backward(
-    spec: Spec,
-    inputs: Inputs,
-    sums: KeySums,
-    grad: Tensor,
-    results: Sequence[Tensor],
-    scalars: Sequence[Tensor],
-    exchange: Exchange,
-) -> None:
-    """Compute the gradients of this worker's tokens, and its terms of those of α and β, for LLN or the average.
-
-    The queries come first, because the keys need the sums over the queries of all workers.
-    """
-    lln_weight, diag_weight = WEIGHTS[spec.form]
-    grad_state = torch.empty_like(sums.state)
-    g = torch.empty_like(sums.total)
-    for group in _groups(spec, inputs):
-        heads = formula.load_heads(spec, inputs, group)
-        do = load_gradient(grad, heads, group)
-        dx, grad_state[group], g[group] = queries_backward(heads, select_sums(sums, group), lln_weight * do)
-        scalars[0].view(-1)[group] = (heads.q * dx).sum(dim=(1, 2))
-        dq = heads.alpha * dx
-        if diag_weight and heads.blocks:
-            dq = dq + _diag_backward(heads, diag_weight * do, _Dropout(spec, inputs, group))[0]
-        write_group(dq, results[0], group)
-    grad_state, g = exchange.sum(grad_state / lln_weight, g)  # as the C kernels do
-    grad_state = lln_weight * grad_state
-    for group in _groups(spec, inputs):
-        heads = formula.load_heads(spec, inputs, group)
-        dy, dv = keys_backward(heads, select_sums(sums, group), grad_state[group], g[group])
-        scalars[1].view(-1)[group] = (heads.k * dy).sum(dim=(1, 2))
-        dk = heads.beta * dy
-        if diag_weight and heads.blocks:
-            do = load_gradient(grad, heads, group)
-            _, diag_dk, diag_dv = _diag_backward(heads, diag_weight * do, _Dropout(spec, inputs, group))
-            dk = dk + diag_dk
-            dv = dv + diag_dv
-        write_group(dk, results[1], group)
-        write_group(dv, results[2], group)
 
 
 class _Dropout:

@@ -21,7 +21,6 @@ from torch import Tensor
 from lln_fairseq.ops import formula
 from lln_fairseq.ops.backends.cpu.compile import CannotCompile, load_library
 from lln_fairseq.ops.dispatch import fresh_result, keep_threshold
-from lln_fairseq.ops.exchange import Exchange
 from lln_fairseq.ops.formula import DIAG, JOINT, LLN, WEIGHTS, Inputs, Spec
 from lln_fairseq.ops.moment_matching import calibration_table
 
@@ -38,7 +37,7 @@ THREAD = threading.local()  # its attribute `scratch` is the scratch memory of a
 logger = logging.getLogger(__name__)
 
 VIEWS = ("q", "k", "v", "out", "grad_q", "grad_k", "grad_v")
-POINTERS = ("padding", "alpha", "beta", "states", "grad_alpha", "grad_beta", "offset", "grad_offset", "exchanged")
+POINTERS = ("padding", "alpha", "beta", "states", "grad_alpha", "grad_beta", "offset", "grad_offset")
 # The fields of the struct `problem` in csrc/problem.h, in the same order: (format in Python's module struct, name). All
 # fields are packed at once, because Python takes a tenth of the time of a call for 512 tokens.
 FIELDS = [
@@ -192,9 +191,7 @@ def _empty_states(spec: Spec, q: Tensor) -> Sequence[Tensor]:
     return (q.new_empty(batch, heads, dim + NUM_LOG_SUM_ROWS, dim, dtype=torch.float32),)
 
 
-def forward(
-    spec: Spec, inputs: Inputs, exchange: Exchange | None = None
-) -> tuple[Tensor, Tensor | None, Tensor | None, Sequence[Tensor]]:
+def forward(spec: Spec, inputs: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None, Sequence[Tensor]]:
     """See `Backend.forward`. The kernel matches the moments of each head right before its attention."""
     q = _readable(inputs.q)
     k = _readable(inputs.k)
@@ -211,24 +208,8 @@ def forward(
     states = saved[0] if saved else None
     views = (q, k, v, out)
     pointers = (inputs.padding, alpha, beta, states, None, None, inputs.offset)
-    if exchange is None:
-        _call_kernel("forward", spec, views, pointers, inputs, table)
-    else:
-        assert states is not None
-        _call_kernel("forward_keys", spec, views, pointers, inputs)
-        _merge_states(states, exchange)
-        _call_kernel("forward_queries", spec, views, pointers, inputs)
+    _call_kernel("forward", spec, views, pointers, inputs, table)
     return out.to(inputs.q.dtype), alpha, beta, saved
-
-
-def _merge_states(states: Tensor, exchange: Exchange) -> None:
-    """Replace S and L in `states` (B, H, D + 3, D) by their values for the keys of all workers, in place."""
-    dim = states.shape[-1]
-    state, log_sum, key_max, key_sum = states.split((dim, 1, 1, 1), dim=2)
-    merged_max, merged_sum, merged_state = exchange.merge_states(key_max[:, :, 0], key_sum[:, :, 0], state)
-    state.copy_(merged_state)
-    # The sum is at least its largest term, 1. Only a sequence that is all padding needs the clamp.
-    log_sum[:, :, 0] = merged_max + merged_sum.clamp_min(1.0).log()
 
 
 def backward(
@@ -237,27 +218,16 @@ def backward(
     saved: Sequence[Tensor],
     grad: Tensor,
     needed: Sequence[bool],
-    exchange: Exchange | None = None,
 ) -> Sequence[Tensor | None]:
     """See `Backend.backward`."""
     dtype = inputs.q.dtype
     views = [_readable(x) for x in (inputs.q, inputs.k, inputs.v, grad)]
     grads = [fresh_result(x) for x in views[:3]]
-    batch, heads, _, dim = views[0].shape
-    grad_scalars = [views[0].new_empty(batch, heads) if is_needed else None for is_needed in needed]
+    grad_scalars = [views[0].new_empty(views[0].shape[:2]) if is_needed else None for is_needed in needed]
     grad_alpha, grad_beta, grad_offset = grad_scalars
     states = saved[0] if saved else None
     pointers = [inputs.padding, inputs.alpha, inputs.beta, states, grad_alpha, grad_beta, inputs.offset, grad_offset]
-    if exchange is None:
-        _call_kernel("backward", spec, [*views, *grads], pointers, inputs)
-    else:
-        exchanged = views[0].new_empty(batch, heads, dim + 1, dim)  # dS and g
-        pointers.append(exchanged)
-        _call_kernel("backward_queries", spec, [*views, *grads], pointers, inputs)
-        parts = exchanged.split((dim, 1), dim=2)
-        for part, total in zip(parts, exchange.sum(*parts), strict=True):
-            part.copy_(total)
-        _call_kernel("backward_keys", spec, [*views, *grads], pointers, inputs)
+    _call_kernel("backward", spec, [*views, *grads], pointers, inputs)
     return *(x.to(dtype) for x in grads), *grad_scalars
 
 

@@ -8,7 +8,6 @@ The state of the keys is the tensors maximum, log_total and S that device.py def
 in float32, with logarithms in base 2. S is (B H, D, D) in the dtype of q.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -23,7 +22,6 @@ from lln_fairseq.ops.backends.triton.plan import (
     plan_forward,
     plan_moments,
 )
-from lln_fairseq.ops.exchange import Exchange
 from lln_fairseq.ops.formula import DIAG, JOINT, LLN, Inputs, Spec
 from lln_fairseq.ops.moment_matching import calibration_table
 
@@ -41,16 +39,14 @@ def allocate(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Sequence[Tens
     return [torch.empty_like(x) for x in results], saved
 
 
-def _empty_state(q: Tensor, dtype: torch.dtype | None = None) -> StateTensors:
-    """Return uninitialized tensors for the state. S gets the dtype, by default that of q."""
+def _empty_state(q: Tensor) -> StateTensors:
+    """Return uninitialized tensors for the state."""
     bh = q.shape[0] * q.shape[1]
     dim = q.shape[3]
-    return workspace(q, bh, dim), workspace(q, bh, dim), q.new_empty(bh, dim, dim, dtype=dtype)
+    return workspace(q, bh, dim), workspace(q, bh, dim), q.new_empty(bh, dim, dim)
 
 
-def forward(
-    spec: Spec, inputs: Inputs, exchange: Exchange | None = None
-) -> tuple[Tensor, Tensor | None, Tensor | None, Sequence[Tensor]]:
+def forward(spec: Spec, inputs: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None, Sequence[Tensor]]:
     """See `Backend.forward`. The kernels read or write N x D numbers per head 4 times, or 6 with LLN and blocks."""
     q, k, v, alpha, beta, offset, padding, counts, seed = inputs
     if spec.form != DIAG and (alpha is None or beta is None):
@@ -60,7 +56,7 @@ def forward(
     offset = _dense(offset)
     padding = mask_bytes(padding)
     layout = layout_of(q, k, v, *alpha_beta, offset, padding, counts, seed)
-    plan = plan_forward(spec, layout, exchange is not None)
+    plan = plan_forward(spec, layout)
     if plan.is_copied:
         q = q.contiguous()
         k = k.contiguous()
@@ -69,10 +65,7 @@ def forward(
     state: Sequence[Tensor] = ()
     with device_of(q):
         if plan.state is not None:
-            if exchange is None:
-                state = _compute_state(plan.state, k, v, padding, alpha_beta[1], _empty_state(q))
-            else:
-                state = _exchange_state(plan.state, k, v, padding, alpha_beta[1], exchange)
+            state = _compute_state(plan.state, k, v, padding, alpha_beta[1])
         numbers = _numbers_of_keys(spec, plan.has_global, padding, counts)
         state_arguments = state or (None, None, None)
         launch_kernel(plan.output, q, k, v, padding, *numbers, *alpha_beta, offset, seed, *state_arguments, out)
@@ -93,10 +86,9 @@ def _numbers_of_keys(
     return num_padding, counts if has_global else None
 
 
-def _compute_state(
-    plan: SplitPlan, k: Tensor, v: Tensor, padding: Tensor | None, beta: Tensor | None, state: StateTensors
-) -> StateTensors:
-    """Compute the state of the keys, and return the tensors in `state`, which are overwritten."""
+def _compute_state(plan: SplitPlan, k: Tensor, v: Tensor, padding: Tensor | None, beta: Tensor | None) -> StateTensors:
+    """Compute the state of the keys."""
+    state = _empty_state(k)
     parts = state
     if plan.combine is not None:
         bh = k.shape[0] * k.shape[1]
@@ -109,29 +101,12 @@ def _compute_state(
     return state
 
 
-def _exchange_state(
-    plan: SplitPlan, k: Tensor, v: Tensor, padding: Tensor | None, beta: Tensor | None, exchange: Exchange
-) -> StateTensors:
-    """Return the state over the keys of all workers.
-
-    The workers exchange three float32 tensors: the maximum in base e, the total, and S.
-    """
-    maximum, log_total, state = _compute_state(plan, k, v, padding, beta, _empty_state(k, torch.float32))
-    total = log_total.exp2()
-    if padding is not None:
-        # The total must be 0 for a sequence that is all padding, but the kernel stores log_total = 0.
-        total *= padding.eq(0).any(dim=1).repeat_interleave(k.shape[1])[:, None]
-    maximum, total, state = exchange.merge_states(maximum * math.log(2), total, state)
-    return maximum / math.log(2), total.log2().nan_to_num(neginf=0.0), state.to(k.dtype)
-
-
 def backward(
     spec: Spec,
     inputs: Inputs,
     saved: Sequence[Tensor],
     grad: Tensor,
     needed: Sequence[bool],
-    exchange: Exchange | None = None,
 ) -> Sequence[Tensor | None]:
     """See `Backend.backward`.
 
@@ -147,7 +122,7 @@ def backward(
     offset = _dense(offset)
     padding = mask_bytes(padding)
     layout = layout_of(q, k, v, *alpha_beta, offset, padding, counts, seed, *saved, grad)
-    plan = plan_backward(spec, layout, tuple(needed), exchange is not None)
+    plan = plan_backward(spec, layout, tuple(needed))
     if plan.is_copied:
         q = q.contiguous()
         k = k.contiguous()
@@ -176,7 +151,7 @@ def backward(
             grad_state = torch.empty_like(saved[2])
             results = (dq, dalpha) if spec.form == LLN else (None, None)
             inner = (q, grad, padding, alpha_beta[0], *saved, query_stats if spec.form == JOINT else None)
-            _compute_grad_state(plan.grad_state, inner, saved, g, grad_state, results, exchange)
+            _compute_grad_state(plan.grad_state, inner, saved, g, grad_state, results)
         if plan.global_keys is not None:
             global_sums = workspace(q, *plan.global_sums)
             inner = (q, k, v, grad, padding, numbers[1], *alpha_beta, seed, *state[:2], query_stats)
@@ -195,9 +170,8 @@ def _compute_grad_state(
     g: Tensor,
     grad_state: Tensor,
     results: tuple[Tensor | None, Tensor | None],
-    exchange: Exchange | None,
 ) -> None:
-    """Compute the sums over the queries that backward_kernels.py defines; with an exchange, over those of all workers.
+    """Compute the sums over the queries that backward_kernels.py defines.
 
     Args:
         tensors: the inputs of the kernel.
@@ -210,9 +184,6 @@ def _compute_grad_state(
         bh, dim = g.shape
         parts = (workspace(g, bh, plan.splits, dim), workspace(g, bh, plan.splits, dim, dim))
     launch_kernel(plan.kernel, *tensors, *parts, *results)
-    if exchange is not None:
-        grad_state_sum, g_sum = exchange.sum(parts[1].sum(dim=1), parts[0].sum(dim=1))
-        parts = (g_sum, grad_state_sum)
     if plan.combine is not None:
         launch_kernel(plan.combine, *parts, *saved[1:], g, grad_state)
 

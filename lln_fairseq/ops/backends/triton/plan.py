@@ -194,8 +194,8 @@ def plan_moments(layout: Layout, size: int) -> tuple[bool, SplitPlan]:
 
 
 @functools.lru_cache(CACHED)
-def plan_forward(spec: Spec, layout: Layout, has_exchange: bool) -> ForwardPlan:
-    """Plan a forward pass. The layout is that of the `Inputs`. With an exchange, the state is in float32."""
+def plan_forward(spec: Spec, layout: Layout) -> ForwardPlan:
+    """Plan a forward pass. The layout is that of the `Inputs`."""
     batch, heads, length, dim = layout.shape
     is_copied, strides, out_strides = _common_strides(layout, 3)
     has_padding = layout.strides[PADDING] is not None
@@ -227,7 +227,7 @@ def _combine_kernel(function: Any, layout: Layout, numbers: tuple[int, ...], **c
 
 
 @functools.lru_cache(CACHED)
-def plan_backward(spec: Spec, layout: Layout, needed: tuple[bool, ...], has_exchange: bool) -> BackwardPlan:
+def plan_backward(spec: Spec, layout: Layout, needed: tuple[bool, ...]) -> BackwardPlan:
     """Plan a backward pass. The layout is that of the `Inputs`, the saved tensors and, last, the gradient.
 
     `needed` says which of the gradients of α, β and the offset are computed. Triton compiles a kernel anew if one of
@@ -272,7 +272,6 @@ def plan_backward(spec: Spec, layout: Layout, needed: tuple[bool, ...], has_exch
         global_keys = Kernel(_global_keys_kernel, grid, layout.device, (*inner, heads, length, tokens), options)
     grad_state = None
     if spec.form != DIAG:
-        final = splits == 1 and not has_exchange
         tile = _tile("grad_state", layout)
         if splits > 1:
             tile = _tile("grad_state_splits", layout)
@@ -281,14 +280,12 @@ def plan_backward(spec: Spec, layout: Layout, needed: tuple[bool, ...], has_exch
             (batch * heads, splits, 1),
             layout.device,
             (*inner, *out_strides, heads, length, tokens),
-            {"FINAL": final, "META": _settings(layout, tile.rows, has_padding, spec.form), **tile.options},
+            {"FINAL": splits == 1, "META": _settings(layout, tile.rows, has_padding, spec.form), **tile.options},
         )
         combine = None
-        if not final:
-            # The sum over the splits and the workers takes the place of a single split.
-            numbers = (length, 1 if has_exchange else splits)
+        if splits > 1:
             weight, _ = WEIGHTS[spec.form]
-            combine = _combine_kernel(_combine_grad_state_kernel, layout, numbers, WEIGHT=weight)
+            combine = _combine_kernel(_combine_grad_state_kernel, layout, (length, splits), WEIGHT=weight)
         grad_state = SplitPlan(splits, kernel, combine)
     alpha_terms: tuple[int, ...] = ()
     beta_terms: tuple[int, ...] = ()

@@ -81,22 +81,6 @@ static void head_backward(const problem *p, int64_t head, scratch c) {
     head_keys_backward(p, head, c);
 }
 
-/* The two halves of the backward pass of a sequence whose tokens are on several workers. Between the halves, the
-   workers add up dS and g, which are stored in p->exchanged. */
-static void head_backward_queries(const problem *p, int64_t head, scratch c) {
-    float *exchanged = p->exchanged + head * (D + 1) * D;
-    queries_backward(p, head, c);
-    memcpy(exchanged, c.grad_state, D * D * sizeof(float));
-    memcpy(exchanged + D * D, c.g, D * sizeof(float));
-}
-
-static void head_backward_keys(const problem *p, int64_t head, scratch c) {
-    const float *exchanged = p->exchanged + head * (D + 1) * D;
-    memcpy(c.grad_state, exchanged, D * D * sizeof(float));
-    memcpy(c.g, exchanged + D * D, D * sizeof(float));
-    head_keys_backward(p, head, c);
-}
-
 /* ---- the functions that Python calls ---- */
 
 typedef void head_function(const problem *, int64_t, scratch);
@@ -112,8 +96,4 @@ static void for_every_head(const problem *p, head_function *function) {
 
 void forward(const problem *p) { for_every_head(p, head_forward); }
 void backward(const problem *p) { for_every_head(p, head_backward); }
-void forward_keys(const problem *p) { for_every_head(p, sum_keys); }
-void forward_queries(const problem *p) { for_every_head(p, head_answer_queries); }
-void backward_queries(const problem *p) { for_every_head(p, head_backward_queries); }
-void backward_keys(const problem *p) { for_every_head(p, head_backward_keys); }
 void match_moments(const problem *p) { for_every_head(p, head_match_moments); }

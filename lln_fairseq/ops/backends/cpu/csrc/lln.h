@@ -54,9 +54,8 @@ static void raise_key_max(span s, const float *k, float beta, const float *valid
         for (int e = 0; e < D; e++) state[d * D + e] *= factor[d];
 }
 
-/* Store L = logsumexp_j(beta k_j) and S = lln_weight * W' v of a head. If the state has rows for the two parts of L,
-   store the maximum of beta k_j and the sum of e^(beta k_j - maximum) too. For a sequence that is all padding, all of
-   these are 0, except that the sum is 1 in the joint form, which divides by it. */
+/* Store S = lln_weight * W' v of a head, L = logsumexp_j(beta k_j), and the two parts of L: the maximum of beta k_j and
+   the sum of e^(beta k_j - maximum). For a sequence that is all padding, the sum is 1 and everything else 0. */
 static void sum_keys(const problem *p, int64_t head, scratch c) {
     float *log_sum = log_sum_of_head(p, head);
     float *state = state_of_head(p, head);
@@ -83,7 +82,7 @@ static void sum_keys(const problem *p, int64_t head, scratch c) {
         const float factor = has_real_key ? p->lln_weight / key_sum[d] : 0;
         log_sum[d] = has_real_key ? key_max[d] + logf(key_sum[d]) : 0;
         log_sum[D + d] = has_real_key ? key_max[d] : 0;
-        log_sum[2 * D + d] = has_real_key ? key_sum[d] : p->joint != 0;
+        log_sum[2 * D + d] = has_real_key ? key_sum[d] : 1;
         for (int e = 0; e < D; e++) state[d * D + e] *= factor;
     }
 }

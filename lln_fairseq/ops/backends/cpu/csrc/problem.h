@@ -21,7 +21,6 @@ typedef struct {
     float *states;                  /* (B H, D + 3, D): S, L, and the maximum and the sum from which L is computed */
     float *grad_alpha, *grad_beta;  /* (B H) or NULL */
     float *offset, *grad_offset;    /* (B H) or NULL, the offset of the joint form */
-    float *exchanged;               /* (B H, D + 1, D): dS and g, for the exchange between the workers; or NULL */
     const int64_t *global_tokens;   /* (B), the number of global tokens of every sequence, or NULL; see block_keys.h */
     float *scratch;                 /* threads x scratch_floats(tile_size, reach, max_global) */
     table calibration;              /* the table of moment matching; without points, alpha and beta are inputs */
