@@ -8,7 +8,6 @@ the difference to token type 1.
 import dataclasses
 import re
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.attention.context import BERT_PAIRS
 from lln_fairseq.checkpoints.config import POSITION_OFFSET
-from lln_fairseq.checkpoints.reading import check_weights, load_plain_data, verify_checksums, without_wrappers
+from lln_fairseq.checkpoints.reading import WRAPPERS, check_weights, load_plain_data, verify_checksums, without_wrappers
 from lln_fairseq.conversion.directory import CONFIG, read_json
 from lln_fairseq.conversion.imported_encoder import HEAD, ImportedEncoder, choose_pooling, summarize_names
 from lln_fairseq.conversion.parameter_names import (
@@ -66,6 +65,40 @@ CONVERTED_PARTS = re.compile(r"(embeddings|encoder|transformer|lm_head|cls\.pred
 CLASSIFIER_PARTS = re.compile(r"(embeddings|encoder|transformer|pooler|pre_classifier|classifier)\.")
 
 
+@dataclasses.dataclass(frozen=True)
+class SourceModel:
+    """A model that transformers loaded in float32, with what its files lack and what they have besides.
+
+    Attributes:
+        model: the model, with a classification head or a masked-language-model head.
+        config: its configuration, with transformers' defaults.
+        sizes: its sizes.
+        family: ROBERTA, BERT or DISTILBERT, whose parameters have other names.
+        tensors: its parameters by their names without the prefix of the model.
+        missing: the names of the parameters that the files lack; their values are random.
+        unexpected: the names in the files that the model does not have.
+        is_classifier: whether it has a classification head.
+        has_language_head: whether the files have a masked-language-model head, or a part of it.
+    """
+
+    model: Any
+    config: Any
+    sizes: ModelSizes
+    family: str
+    tensors: dict[str, Tensor]
+    missing: set[str]
+    unexpected: set[str]
+    is_classifier: bool
+    has_language_head: bool
+
+    @property
+    def token_types(self) -> Tensor:
+        """The embeddings of the token types, (types, C): one row of zeros if the files have none."""
+        if TOKEN_TYPES in self.missing or TOKEN_TYPES not in self.tensors:
+            return torch.zeros(1, self.sizes.features)
+        return self.tensors[TOKEN_TYPES]
+
+
 def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
     """Read the encoder in a Hugging Face directory, with its tokenizer and its head.
 
@@ -78,88 +111,34 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
             tokenizer does not fit the embedding.
     """
     root, directory = locate_model(directory)
-    config_file = directory / CONFIG
-    if (directory / ADAPTER).exists() and not _weight_files(directory):
-        raise UserError(
-            f"{directory} holds only an adapter ({ADAPTER}): merge it into its model (merge_and_unload of peft), and "
-            "convert the result"
-        )
-    if not config_file.exists():
-        raise UserError(
-            f"{directory} is not a Hugging Face directory: it has no {CONFIG}{_checkpoint_advice(directory)}"
-        )
-    stated_config = read_json(config_file)
-    _check_architecture(stated_config, config_file)
-    is_classifier = _has_classification_head(stated_config, config_file)
+    stated_config = _read_config(directory)
     notes: list[str] = []
-    model, loading_info = _load_model(directory, stated_config["model_type"], is_classifier, notes)
-    config = model.config
-    is_ours = config.model_type == OURS
-    sizes = _read_sizes(config)
+    source = _load_model(directory, stated_config, notes)
     labels: list[str] = []
-    if is_classifier:
-        labels = _read_labels(config, config_file)
-    pooling = read_pooling(root, sizes.features)
+    if source.is_classifier:
+        labels = _read_labels(source.config, directory / CONFIG)
+    pooling = read_pooling(root, source.sizes.features)
     prompt_notes = check_prompts(root)
     lower_case = read_lower_case(directory)
-
-    tensors = {_without_prefix(name): value for name, value in model.state_dict().items()}
-    family = ROBERTA
-    if config.model_type in (BERT, DISTILBERT):
-        family = config.model_type
-    names = list(encoder_names(sizes, family))
-    missing = {_without_prefix(name) for name in loading_info["missing_keys"]}
-    head = list(head_names(sizes, family))
-    has_head = not is_classifier and any(name.hugging_face not in missing for name in head)
-    if has_head:
-        names += head
-    else:
-        missing = {name for name in missing if not HEADS.match(name)}
-    lost = sorted(missing - {TOKEN_TYPES})
-    if lost:
-        raise UserError(f"{directory} lacks {summarize_names(lost)}")
-    converted_parts = CLASSIFIER_PARTS if is_classifier else CONVERTED_PARTS
-    notes += _note_unused_tensors(loading_info["unexpected_keys"], converted_parts, directory)
+    _require_all_parameters(source, directory)
+    notes += _note_unused_parameters(source, directory)
     notes += prompt_notes
-    pooling = choose_pooling(pooling, has_head or is_classifier, notes)
-
-    token_types = tensors.get(TOKEN_TYPES)
-    if token_types is None or TOKEN_TYPES in missing:
-        token_types = torch.zeros(1, sizes.features)
-    vocabulary = read_vocabulary(directory, sizes.vocabulary, lower_case, len(token_types) > 1)
+    pooling = choose_pooling(pooling, source.has_language_head or source.is_classifier, notes)
+    vocabulary = read_vocabulary(directory, source.sizes.vocabulary, lower_case, len(source.token_types) > 1)
     if lower_case:
         notes.append("texts are put into lower case, as do_lower_case says")
-
-    parameters = {name.fairseq: tensors[name.hugging_face] for name in names}
-    options = _read_options(config, sizes)
-    if is_ours:
-        parameters |= _attention_parameters(tensors)
-        options |= _attention_options(config)
-    if is_classifier:
-        for fairseq, hugging_face in classifier_names(family=family).items():
-            parameters[fairseq] = tensors[hugging_face]
-        options |= _classifier_options(config)
-        if vocabulary.pair_form is None:
-            raise UserError(
-                f"{directory}: the tokenizer must give a pair BERT's token types, 0 for the first text and 1 for the "
-                "second"
-            )
-        options["pair_form"] = vocabulary.pair_form
-        if vocabulary.pair_form == BERT_PAIRS:
-            parameters[SECOND_TEXT] = token_types[1] - token_types[0]
-    unused_rows = 0
-    if family == ROBERTA:  # RoBERTa counts positions from the id of the padding
-        _check_padding(config.pad_token_id, vocabulary.order[PAD], directory)
-        unused_rows = vocabulary.order[PAD] + 1
-    _convert_positions(parameters, token_types[0], unused_rows, directory)
-    if has_head and not config.tie_word_embeddings:
-        options["untie_weights_roberta"] = True
-        output_layer = model.get_output_embeddings()
-        parameters[HEAD_WEIGHT] = output_layer.weight.detach()
-        parameters[HEAD_BIAS] = output_layer.bias.detach()
+    parameters = _encoder_parameters(source, vocabulary, directory)
+    options = _read_options(source.config, source.sizes)
     options["max_positions"] = len(parameters[POSITIONS]) - POSITION_OFFSET
-    notes += note_max_length(directory, options["max_positions"])
+    if source.has_language_head:
+        parameters |= _language_head_parameters(source)
+        options["untie_weights_roberta"] = not source.config.tie_word_embeddings
+    if source.is_classifier:
+        parameters |= _classifier_parameters(source, vocabulary, directory)
+        options |= _classifier_options(source.config)
+        options["pair_form"] = vocabulary.pair_form
     _reorder_symbols(parameters, vocabulary)
+    notes += note_max_length(directory, options["max_positions"])
     return ImportedEncoder(
         parameters,
         options,
@@ -167,9 +146,26 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
         vocabulary.files,
         notes,
         pooling,
-        is_classifier,
+        source.is_classifier,
         labels,
     )
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    """Read config.json. UserError is raised if the directory has no model, or one that cannot be represented."""
+    path = directory / CONFIG
+    if (directory / ADAPTER).exists() and not _weight_files(directory):
+        raise UserError(
+            f"{directory} holds only an adapter ({ADAPTER}): merge it into its model (merge_and_unload of peft), and "
+            "convert the result"
+        )
+    if not path.exists():
+        raise UserError(
+            f"{directory} is not a Hugging Face directory: it has no {CONFIG}{_checkpoint_advice(directory)}"
+        )
+    config = read_json(path)
+    _check_architecture(config, path)
+    return config
 
 
 def _has_classification_head(config: dict[str, Any], path: Path) -> bool:
@@ -224,49 +220,23 @@ def _read_sizes(config: Any) -> ModelSizes:
     )
 
 
-def _load_model(directory: Path, model_type: str, is_classifier: bool, notes: list[str]) -> tuple[Any, dict[str, Any]]:
-    """Load a classifier or masked language model in float32 and evaluation mode, with transformers' loading report.
+def _load_model(directory: Path, stated_config: dict[str, Any], notes: list[str]) -> SourceModel:
+    """Load a classifier or masked language model in float32 and evaluation mode.
 
-    Parameters that the file lacks are random. The code in an exported model's directory is not used. A note is added if
-    the parameters' names had the prefixes of DataParallel or torch.compile. Raises UserError if the weights are damaged
-    or too small for config.json.
+    The code in an exported model's directory is not used. A note is added if the parameters' names had the prefixes of
+    DataParallel or torch.compile. Raises UserError if the weights are damaged or too small for config.json.
     """
-    import transformers  # here, because importing it takes seconds
     from safetensors.torch import save_file
 
-    config_class: Any = transformers.AutoConfig
-    model_class: Any = transformers.AutoModelForMaskedLM
-    if is_classifier:
-        model_class = transformers.AutoModelForSequenceClassification
-    if model_type == OURS:
-        from lln_fairseq.conversion import modeling_lln_roberta as modeling
-
-        config_class = modeling.LLNRobertaConfig
-        model_class = modeling.LLNRobertaForMaskedLM
-        if is_classifier:
-            model_class = modeling.LLNRobertaForSequenceClassification
-
-    for index in directory.glob("*.index.json"):
-        _check_index(index)
-    files = _weight_files(directory)
-    if not files:
-        raise UserError(f"{directory} holds no weights: it needs model.safetensors or pytorch_model.bin")
-    weights: dict[str, Tensor] = {}
-    is_wrapped = False
-    for file in files:
-        tensors = _read_weights(file)
-        unwrapped = without_wrappers(tensors, file)
-        is_wrapped |= unwrapped.keys() != tensors.keys()
-        weights |= unwrapped
+    is_classifier = _has_classification_head(stated_config, directory / CONFIG)
+    config_class, model_class = _classes(stated_config["model_type"], is_classifier)
+    weights, is_wrapped = _read_weights(directory)
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     try:
         with silence(), tempfile.TemporaryDirectory() as copy:
             config = config_class.from_pretrained(directory, **options)
             sizes = _read_sizes(config)
-            layer = 4 * sizes.features**2 + 2 * sizes.features * sizes.ffn_features
-            num_parameters = (sizes.vocabulary + sizes.positions) * sizes.features + sizes.layers * layer
-            if num_parameters > sum(file.stat().st_size for file in files):  # before so much memory is allocated
-                raise ValueError(f"the sizes in {CONFIG} make {num_parameters} parameters, more than the files hold")
+            _check_size_of_files(sizes, directory)
             place = directory
             if is_wrapped:
                 contiguous = torch.contiguous_format
@@ -274,8 +244,8 @@ def _load_model(directory: Path, model_type: str, is_classifier: bool, notes: li
                 save_file(weights, Path(copy, "model.safetensors"))
                 place = Path(copy)
                 notes.append("removed module. and _orig_mod. (of DataParallel and torch.compile) from parameter names")
-            del weights, tensors, unwrapped
-            model, loading_info = model_class.from_pretrained(
+            del weights  # transformers reads the files again
+            model, report = model_class.from_pretrained(
                 place,
                 config=config,
                 dtype=torch.float32,
@@ -286,11 +256,49 @@ def _load_model(directory: Path, model_type: str, is_classifier: bool, notes: li
     except Exception as error:  # transformers and safetensors have no common exception
         reason = " ".join(str(error).split())  # some messages have their point in the second line
         raise UserError(f"{directory} cannot be read by transformers: {reason:.300}") from error
-    for entry in loading_info["mismatched_keys"]:
+    for entry in report["mismatched_keys"]:
         name = entry if isinstance(entry, str) else entry[0]  # transformers 5 adds both shapes
         expected = tuple(model.state_dict()[name].shape)
         raise UserError(f"{directory}: {_without_prefix(name)} must have the shape {expected} according to {CONFIG}")
-    return model.eval(), loading_info
+    family = ROBERTA
+    if config.model_type in (BERT, DISTILBERT):
+        family = config.model_type
+    missing = {_without_prefix(name) for name in report["missing_keys"]}
+    language_head = {name.hugging_face for name in head_names(sizes, family)}
+    return SourceModel(
+        model=model.eval(),
+        config=config,
+        sizes=sizes,
+        family=family,
+        tensors={_without_prefix(name): value for name, value in model.state_dict().items()},
+        missing=missing,
+        unexpected={_without_prefix(name) for name in report["unexpected_keys"]},
+        is_classifier=is_classifier,
+        has_language_head=not is_classifier and not language_head <= missing,
+    )
+
+
+def _classes(model_type: str, is_classifier: bool) -> tuple[Any, Any]:
+    """Return the classes of transformers, or of our modeling file, for a model's configuration and the model itself."""
+    import transformers  # here, because importing it takes seconds
+
+    if model_type == OURS:
+        from lln_fairseq.conversion import modeling_lln_roberta as modeling
+
+        if is_classifier:
+            return modeling.LLNRobertaConfig, modeling.LLNRobertaForSequenceClassification
+        return modeling.LLNRobertaConfig, modeling.LLNRobertaForMaskedLM
+    if is_classifier:
+        return transformers.AutoConfig, transformers.AutoModelForSequenceClassification
+    return transformers.AutoConfig, transformers.AutoModelForMaskedLM
+
+
+def _check_size_of_files(sizes: ModelSizes, directory: Path) -> None:
+    """Raise ValueError if the model has more parameters than its files bytes, before it gets memory."""
+    layer = 4 * sizes.features**2 + 2 * sizes.features * sizes.ffn_features
+    num_parameters = (sizes.vocabulary + sizes.positions) * sizes.features + sizes.layers * layer
+    if num_parameters > sum(file.stat().st_size for file in _weight_files(directory)):
+        raise ValueError(f"the sizes in {CONFIG} make {num_parameters} parameters, more than the files hold")
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -308,28 +316,44 @@ def _check_index(index: Path) -> None:
             raise UserError(f"{index} lists {file.name}, which is not in the same directory")
 
 
-def _read_weights(file: Path) -> dict[str, Tensor]:
-    """Load the whole file and check the parts that are converted: transformers would accept integers, for example."""
+def _read_weights(directory: Path) -> tuple[dict[str, Tensor], bool]:
+    """Read all files of weights, by the names in them without the prefixes of DataParallel or torch.compile.
+
+    The second result is True if there were such prefixes. The parts that are converted are checked, because
+    transformers would accept integers, for example.
+    """
+    for index in directory.glob("*.index.json"):
+        _check_index(index)
+    files = _weight_files(directory)
+    if not files:
+        raise UserError(f"{directory} holds no weights: it needs model.safetensors or pytorch_model.bin")
+    weights: dict[str, Tensor] = {}
+    is_wrapped = False
+    for file in files:
+        tensors = _read_file(file)
+        is_wrapped |= any(WRAPPERS.search(name) for name in tensors)
+        for name, value in without_wrappers(tensors, file).items():
+            short_name = _without_prefix(name)
+            is_converted = CONVERTED_PARTS.match(short_name) or CLASSIFIER_PARTS.match(short_name)
+            if is_converted and not name.endswith("_ids"):
+                check_weights({short_name: value}, file)
+            weights[name] = value
+    return weights, is_wrapped
+
+
+def _read_file(file: Path) -> dict[str, Tensor]:
+    """Read all tensors of a file of weights. Raises UserError if it is damaged."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if file.suffix == ".safetensors":
         try:
-            tensors = load_file(file)
+            return load_file(file)
         except (SafetensorError, OSError, ValueError) as error:
             raise UserError(f"{file} is damaged: {first_line(error)}") from error
-    else:
-        tensors = load_plain_data(str(file))
-        verify_checksums(str(file))
-    tensors = {str(name): value for name, value in tensors.items() if isinstance(value, Tensor)}
-    weights = {}
-    for name, value in without_wrappers(tensors, file).items():
-        name = _without_prefix(name)
-        is_converted = CONVERTED_PARTS.match(name) or CLASSIFIER_PARTS.match(name)
-        if is_converted and not name.endswith("_ids"):
-            weights[name] = value
-    check_weights(weights, file)
-    return tensors
+    tensors = load_plain_data(str(file))
+    verify_checksums(str(file))
+    return {str(name): value for name, value in tensors.items() if isinstance(value, Tensor)}
 
 
 def _without_prefix(name: str) -> str:
@@ -393,9 +417,8 @@ def _read_options(config: Any, sizes: ModelSizes) -> dict[str, Any]:
         options["dropout"] = config.hidden_dropout_prob
         options["attention_dropout"] = config.attention_probs_dropout_prob
         options["layer_norm_eps"] = config.layer_norm_eps
-    if config.model_type == OURS and config.rotary_base is not None:
-        options["rotary"] = True
-        options["rotary_base"] = config.rotary_base
+    if config.model_type == OURS:
+        options |= _attention_options(config)
     return options
 
 
@@ -415,10 +438,13 @@ def _classifier_options(config: Any) -> dict[str, Any]:
 
 
 def _attention_options(config: Any) -> dict[str, Any]:
-    """Return the options of LLNRobertaModel for the attention of an exported model, with its name."""
+    """Return the options of LLNRobertaModel for the attention of an exported model and its rotary positions."""
     options = {"attention": config.attention, "softmax_layers": format_softmax_layers(config.softmax_layers)}
     for field in dataclasses.fields(MECHANISMS[config.attention].config):
         options[f"{config.attention}_{field.name}"] = getattr(config, field.name)
+    if config.rotary_base is not None:
+        options["rotary"] = True
+        options["rotary_base"] = config.rotary_base
     return options
 
 
@@ -433,13 +459,23 @@ def _attention_parameters(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return parameters
 
 
-def _note_unused_tensors(unexpected: Iterable[str], converted: re.Pattern[str], directory: Path) -> list[str]:
+def _require_all_parameters(source: SourceModel, directory: Path) -> None:
+    """Raise UserError if the files lack a parameter of the encoder or of the head that is converted."""
+    lost = source.missing - {TOKEN_TYPES}
+    if not source.has_language_head:
+        lost = {name for name in lost if not HEADS.match(name)}
+    if lost:
+        raise UserError(f"{directory} lacks {summarize_names(sorted(lost))}")
+
+
+def _note_unused_parameters(source: SourceModel, directory: Path) -> list[str]:
     """Return a note that lists the parts for other tasks, or an empty list if there are none.
 
-    `unexpected` are the tensors that the model does not have. Raises UserError if a part that `converted` matches has
-    one of them, apart from RoBERTa's pooler, which its classifier does not use.
+    Raises UserError if a part that is converted has a parameter that the model does not have, apart from RoBERTa's
+    pooler, which its classifier does not use.
     """
-    unused = sorted(_without_prefix(name) for name in unexpected)
+    converted = CLASSIFIER_PARTS if source.is_classifier else CONVERTED_PARTS
+    unused = sorted(source.unexpected)
     unknown = [name for name in unused if converted.match(name) and not name.startswith("pooler.")]
     if unknown:
         raise UserError(f"{directory} is not a RoBERTa or BERT: unexpected parameters {summarize_names(unknown)}")
@@ -453,6 +489,47 @@ def _note_unused_tensors(unexpected: Iterable[str], converted: re.Pattern[str], 
     if not heads:
         return []
     return [f"left out: {', '.join(sorted(heads))}"]
+
+
+def _encoder_parameters(source: SourceModel, vocabulary: SourceVocabulary, directory: Path) -> dict[str, Tensor]:
+    """Return the parameters of the encoder by fairseq's names, with its positions in fairseq's rows."""
+    names = encoder_names(source.sizes, source.family)
+    parameters = {name.fairseq: source.tensors[name.hugging_face] for name in names}
+    if source.config.model_type == OURS:
+        parameters |= _attention_parameters(source.tensors)
+    unused_rows = 0
+    if source.family == ROBERTA:  # RoBERTa counts positions from the id of the padding
+        _check_padding(source.config.pad_token_id, vocabulary.order[PAD], directory)
+        unused_rows = vocabulary.order[PAD] + 1
+    _convert_positions(parameters, source.token_types[0], unused_rows, directory)
+    return parameters
+
+
+def _language_head_parameters(source: SourceModel) -> dict[str, Tensor]:
+    """Return the parameters of the masked-language-model head by fairseq's names, without a tied output matrix."""
+    names = head_names(source.sizes, source.family)
+    parameters = {name.fairseq: source.tensors[name.hugging_face] for name in names}
+    if not source.config.tie_word_embeddings:
+        output_layer = source.model.get_output_embeddings()
+        parameters[HEAD_WEIGHT] = output_layer.weight.detach()
+        parameters[HEAD_BIAS] = output_layer.bias.detach()
+    return parameters
+
+
+def _classifier_parameters(source: SourceModel, vocabulary: SourceVocabulary, directory: Path) -> dict[str, Tensor]:
+    """Return the parameters of the classification head by fairseq's names, and what BERT adds to a second text.
+
+    Raises UserError if the tokenizer gives a pair other token types than BERT's.
+    """
+    if vocabulary.pair_form is None:
+        raise UserError(
+            f"{directory}: the tokenizer must give a pair BERT's token types, 0 for the first text and 1 for the second"
+        )
+    names = classifier_names(family=source.family)
+    parameters = {fairseq: source.tensors[hugging_face] for fairseq, hugging_face in names.items()}
+    if vocabulary.pair_form == BERT_PAIRS:
+        parameters[SECOND_TEXT] = source.token_types[1] - source.token_types[0]
+    return parameters
 
 
 def _convert_positions(parameters: dict[str, Tensor], token_type: Tensor, unused_rows: int, directory: Path) -> None:
@@ -474,7 +551,7 @@ def _convert_positions(parameters: dict[str, Tensor], token_type: Tensor, unused
 def _reorder_symbols(parameters: dict[str, Tensor], vocabulary: SourceVocabulary) -> None:
     """Put the rows of all parameters that have one row per symbol into the order of fairseq's ids, in place.
 
-    A head without an output matrix of its own gets the embedding.
+    A language-model head without an output matrix of its own gets the embedding.
     """
     order = torch.tensor(vocabulary.order)
     for name in (EMBEDDING, HEAD_BIAS, HEAD_WEIGHT):
