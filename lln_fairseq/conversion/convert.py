@@ -27,6 +27,7 @@ from lln_fairseq.checkpoints.compatibility import ANY_INPUTS, dictionary_hash
 from lln_fairseq.checkpoints.config import POSITION_OFFSET, STOCK_ATTENTION
 from lln_fairseq.checkpoints.pooling import pooling_entries
 from lln_fairseq.checkpoints.reading import PLUGIN_STATE
+from lln_fairseq.checkpoints.source_settings import REGRESSION, settings_entries
 from lln_fairseq.conversion.directory import new_directory, write_large
 from lln_fairseq.conversion.from_fairseq import read_fairseq_checkpoint
 from lln_fairseq.conversion.from_hugging_face import read_hugging_face_directory
@@ -206,7 +207,7 @@ def build_checkpoint(encoder: ImportedEncoder, data: Path) -> dict[str, Any]:
             model.register_classification_head(CLASSIFICATION_HEAD, num_classes=task.cfg.num_classes)
     load_encoder_parameters(model, encoder)
     identity: dict[str, Any] = {"dictionary": dictionary_hash(task.source_dictionary)}
-    identity |= pooling_entries(encoder.pooling)
+    identity |= pooling_entries(encoder.pooling) | settings_entries(encoder.settings)
     if encoder.is_classifier:
         identity["labels"] = encoder.labels
         identity["inputs"] = ANY_INPUTS
@@ -288,8 +289,10 @@ def finetuning_command(checkpoint: Path, positions: int) -> str:
 
 
 def classifier_description(encoder: ImportedEncoder) -> str:
-    if not encoder.labels:
+    if not encoder.labels and encoder.settings["problem_type"] == REGRESSION:
         return "a regression of texts and pairs"
+    if not encoder.labels:
+        return "a classifier of texts and pairs with one output, such as a reranker"
     return f"a classifier of texts and pairs with {len(encoder.labels)} labels: {summarize_names(encoder.labels, 8)}"
 
 

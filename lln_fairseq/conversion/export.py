@@ -24,11 +24,12 @@ from lln_fairseq.checkpoints.config import STOCK_ATTENTION
 from lln_fairseq.checkpoints.pooling import Pooling, pool_hidden_states, stored_pooling
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, plugin_state
 from lln_fairseq.checkpoints.run_tokenizer import FOLDER
+from lln_fairseq.checkpoints.source_settings import stored_settings
 from lln_fairseq.conversion.directory import CONFIG, new_directory, write_large
 from lln_fairseq.conversion.model_card import model_card
 from lln_fairseq.conversion.onnx_int8 import write_int8
 from lln_fairseq.conversion.read_tokenizer import TOKENIZER
-from lln_fairseq.conversion.sentence_pooling import pooling_files
+from lln_fairseq.conversion.sentence_pooling import sentence_files
 from lln_fairseq.conversion.to_hugging_face import (
     convert_to_hugging_face,
     longest_exported_sequence,
@@ -105,7 +106,8 @@ def export(
         if not head:
             pooling = stored_pooling(state)
         is_encoder = pooling is not None
-        exported = convert_to_hugging_face(model.cpu().state_dict(), args, options, head, labels, is_encoder)
+        settings = stored_settings(state)
+        exported = convert_to_hugging_face(model.cpu().state_dict(), args, options, head, labels, is_encoder, settings)
         longest = min(longest_exported_sequence(exported.config), task.max_positions())  # as in `predict`
         directories = [checkpoint.parent / FOLDER, checkpoint.parent, Path(task.cfg.data), Path(task.cfg.data).parent]
         source_files = _tokenizer_files(tokenizer, directories)
@@ -121,11 +123,13 @@ def export(
             new_rows = count_ids(files) - vocabulary.size
             if new_rows > 0:
                 _add_unknown_rows(model, new_rows)
-                exported = convert_to_hugging_face(model.state_dict(), args, options, head, labels, is_encoder)
+                exported = convert_to_hugging_face(
+                    model.state_dict(), args, options, head, labels, is_encoder, settings
+                )
         has_tokenizer = TOKENIZER in files
         if pooling is not None:
             features = exported.config["hidden_size"]
-            files |= pooling_files(pooling, features, longest)
+            files |= sentence_files(pooling, features, longest, settings)
         files[CONFIG] = (json.dumps(exported.config, indent=2, ensure_ascii=False) + "\n").encode()
         if "auto_map" in exported.config:
             files |= modeling_files()

@@ -17,6 +17,7 @@ from lln_fairseq.checkpoints.config import POSITION_OFFSET, softmax_layers, stor
 from lln_fairseq.checkpoints.pooling import stored_pooling
 from lln_fairseq.checkpoints.reading import check_weights, load_checkpoint_lazily, verify_checksums
 from lln_fairseq.checkpoints.run_tokenizer import DICTIONARIES, directories
+from lln_fairseq.checkpoints.source_settings import stored_settings
 from lln_fairseq.conversion.directory import as_float32
 from lln_fairseq.conversion.imported_encoder import (
     DICTIONARY,
@@ -92,8 +93,12 @@ def read_fairseq_checkpoint(path: Path, dictionary: Path | None = None, heads: i
     symbols = _read_symbols(dictionary_path, sizes.vocabulary, path)
     files = find_tokenizer([directory])
     check_dictionary(files, dictionary_path)
-    pooling = choose_pooling(stored_pooling(state), HEAD_WEIGHT in parameters, notes)
-    return ImportedEncoder(as_float32(parameters), options, symbols, files, notes, pooling)
+    pooling = stored_pooling(state)
+    settings = {}
+    if pooling is not None:  # the settings of a classifier go with its head
+        settings = stored_settings(state)
+    pooling = choose_pooling(pooling, HEAD_WEIGHT in parameters, notes)
+    return ImportedEncoder(as_float32(parameters), options, symbols, files, notes, pooling, settings=settings)
 
 
 def _with_current_names(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -18,6 +18,12 @@ from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.attention.context import BERT_PAIRS
 from lln_fairseq.checkpoints.config import POSITION_OFFSET
 from lln_fairseq.checkpoints.reading import WRAPPERS, check_weights, load_plain_data, verify_checksums, without_wrappers
+from lln_fairseq.checkpoints.source_settings import (
+    REGRESSION,
+    activation_name,
+    activation_settings,
+    score_activation,
+)
 from lln_fairseq.conversion.directory import CONFIG, read_json
 from lln_fairseq.conversion.imported_encoder import HEAD, ImportedEncoder, choose_pooling, summarize_names
 from lln_fairseq.conversion.parameter_names import (
@@ -36,11 +42,15 @@ from lln_fairseq.conversion.parameter_names import (
 )
 from lln_fairseq.conversion.read_tokenizer import SourceVocabulary, read_vocabulary
 from lln_fairseq.conversion.sentence_pooling import (
-    check_prompts,
+    KEPT_SETTINGS,
     locate_model,
     note_max_length,
+    note_prompts,
+    note_unknown_settings,
     read_lower_case,
     read_pooling,
+    read_sentence_config,
+    require_transformer_only,
 )
 from lln_fairseq.conversion.silence import silence
 from lln_fairseq.errors import UserError, first_line
@@ -114,19 +124,28 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
     stated_config = _read_config(directory)
     notes: list[str] = []
     source = _load_model(directory, stated_config, notes)
+    sentence_config = read_sentence_config(root)
+    pooling = None
     labels: list[str] = []
+    settings: dict[str, Any] = {}
     if source.is_classifier:
+        require_transformer_only(root)
         labels = _read_labels(source.config, directory / CONFIG)
-    pooling = read_pooling(root, source.sizes.features)
-    prompt_notes = check_prompts(root)
-    lower_case = read_lower_case(directory)
+        settings = _classifier_settings(source.config, sentence_config, directory / CONFIG)
+    else:
+        pooling = choose_pooling(read_pooling(root, source.sizes.features), source.has_language_head, notes)
+    if pooling is not None:
+        settings = {name: sentence_config[name] for name in KEPT_SETTINGS if name in sentence_config}
     _require_all_parameters(source, directory)
     notes += _note_unused_parameters(source, directory)
-    notes += prompt_notes
-    pooling = choose_pooling(pooling, source.has_language_head or source.is_classifier, notes)
+    notes += note_prompts(sentence_config, are_kept=pooling is not None)
+    notes += note_unknown_settings(root, directory)
+    lower_case = read_lower_case(directory)
     vocabulary = read_vocabulary(directory, source.sizes.vocabulary, lower_case, len(source.token_types) > 1)
     if lower_case:
         notes.append("texts are put into lower case, as do_lower_case says")
+    if vocabulary.padding_side != "right":
+        notes.append(f"padding is now at the right, not at the {vocabulary.padding_side} (padding_side)")
     parameters = _encoder_parameters(source, vocabulary, directory)
     options = _read_options(source.config, source.sizes)
     options["max_positions"] = len(parameters[POSITIONS]) - POSITION_OFFSET
@@ -138,7 +157,7 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
         options |= _classifier_options(source.config)
         options["pair_form"] = vocabulary.pair_form
     _reorder_symbols(parameters, vocabulary)
-    notes += note_max_length(directory, options["max_positions"])
+    notes += note_max_length(directory, vocabulary.max_length, options["max_positions"])
     return ImportedEncoder(
         parameters,
         options,
@@ -148,6 +167,7 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
         pooling,
         source.is_classifier,
         labels,
+        settings,
     )
 
 
@@ -185,25 +205,47 @@ def _has_classification_head(config: dict[str, Any], path: Path) -> bool:
 
 
 def _read_labels(config: Any, path: Path) -> list[str]:
-    """Return the names of a classifier's classes in the order of its outputs, or an empty list for a regression.
+    """Return the names of a classifier's classes in the order of its outputs, or an empty list for a single output.
 
-    Without a problem_type, a model with one output is a regression, as in transformers. UserError is raised for several
-    labels of a text, or names that a label dictionary cannot hold. `path` is that of config.json.
+    UserError is raised for several labels of a text, or names that a label dictionary cannot hold. `path` is that of
+    config.json.
     """
+    if config.num_labels == 1:
+        return []
     problem = config.problem_type
     if problem == "multi_label_classification":
         raise UserError(f"{path}: problem_type is {problem}, but a classifier gives a text one label here")
-    is_regression = problem == "regression" or (problem is None and config.num_labels == 1)
-    if is_regression != (config.num_labels == 1):
+    if problem == REGRESSION:
         raise UserError(f"{path}: problem_type is {problem}, but the model has {config.num_labels} outputs")
-    if is_regression:
-        return []
     labels = [str(config.id2label.get(number, "")) for number in range(config.num_labels)]
     try:
         label_dictionary(labels, {})
     except UserError as error:
         raise UserError(f"{path}: id2label: {error}") from error
     return labels
+
+
+def _classifier_settings(config: Any, sentence_config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the entries of config.json that say what the outputs of a classifier mean.
+
+    The activation of CrossEncoder is read from `sentence_config`, the result of `read_sentence_config`, or else from
+    config.json, whose path is for messages. Raises UserError for one that a model with a single output cannot have
+    here, or that is not a class of torch: CrossEncoder would look for its code.
+    """
+    settings: dict[str, Any] = {"problem_type": config.problem_type}
+    name = sentence_config.get("activation_fn") or activation_name(config.to_dict())
+    if name is not None:
+        if not str(name).startswith("torch."):
+            raise UserError(f"{path}: the activation of CrossEncoder must be a class of torch, got {str(name)[:80]}")
+        settings |= activation_settings(name)
+    if config.num_labels == 1:
+        label = str(config.id2label.get(0, ""))
+        settings |= {"id2label": {"0": label}, "label2id": {label: 0}}
+        try:
+            score_activation(settings)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from error
+    return settings
 
 
 def _read_sizes(config: Any) -> ModelSizes:
@@ -223,12 +265,15 @@ def _read_sizes(config: Any) -> ModelSizes:
 def _load_model(directory: Path, stated_config: dict[str, Any], notes: list[str]) -> SourceModel:
     """Load a classifier or masked language model in float32 and evaluation mode.
 
-    The code in an exported model's directory is not used. A note is added if the parameters' names had the prefixes of
-    DataParallel or torch.compile. Raises UserError if the weights are damaged or too small for config.json.
+    The code in an exported model's directory is not used. Notes are added if the parameters' names had the prefixes of
+    DataParallel or torch.compile, or other dtypes, or if a model that is not ours has code. Raises UserError if the
+    weights are damaged or too small for config.json.
     """
     from safetensors.torch import save_file
 
     is_classifier = _has_classification_head(stated_config, directory / CONFIG)
+    if "auto_map" in stated_config and stated_config["model_type"] != OURS:
+        notes.append(f"the code that auto_map in {CONFIG} names is not used")
     config_class, model_class = _classes(stated_config["model_type"], is_classifier)
     weights, is_wrapped = _read_weights(directory)
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
@@ -244,6 +289,7 @@ def _load_model(directory: Path, stated_config: dict[str, Any], notes: list[str]
                 save_file(weights, Path(copy, "model.safetensors"))
                 place = Path(copy)
                 notes.append("removed module. and _orig_mod. (of DataParallel and torch.compile) from parameter names")
+            notes += _note_dtypes(weights)
             del weights  # transformers reads the files again
             model, report = model_class.from_pretrained(
                 place,
@@ -276,6 +322,15 @@ def _load_model(directory: Path, stated_config: dict[str, Any], notes: list[str]
         is_classifier=is_classifier,
         has_language_head=not is_classifier and not language_head <= missing,
     )
+
+
+def _note_dtypes(weights: dict[str, Tensor]) -> list[str]:
+    """Return a note if weights are not float32, as they will be, or an empty list."""
+    names = {str(value.dtype).removeprefix("torch.") for value in weights.values() if value.is_floating_point()}
+    others = sorted(names - {"float32"})
+    if not others:
+        return []
+    return [f"the weights are now float32, and were {', '.join(others)}"]
 
 
 def _classes(model_type: str, is_classifier: bool) -> tuple[Any, Any]:

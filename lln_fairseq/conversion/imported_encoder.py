@@ -23,7 +23,8 @@ class ImportedEncoder:
         notes: one sentence for the user about each difference from the source.
         pooling: the pooling of an encoder of sentence vectors; None for a model with a head.
         is_classifier: whether the model has a classification head.
-        labels: the names of its classes, in order; empty for a regression.
+        labels: the names of its classes, in order; empty if it has one output.
+        settings: what its files say about its outputs, see `checkpoints/source_settings.py`.
     """
 
     parameters: dict[str, Tensor]
@@ -34,6 +35,7 @@ class ImportedEncoder:
     pooling: Pooling | None = None
     is_classifier: bool = False
     labels: list[str] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 def choose_pooling(pooling: Pooling | None, has_head: bool, notes: list[str]) -> Pooling | None:

@@ -3,9 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from lln_fairseq.attention.global_tokens import FIRST_SEGMENT
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION
 from lln_fairseq.checkpoints.pooling import Pooling
+from lln_fairseq.checkpoints.source_settings import REGRESSION, activation_name, score_activation
 from lln_fairseq.conversion.to_hugging_face import SENTENCE_VECTORS, longest_exported_sequence
 
 PAPER = "[arXiv 2311.13541](https://arxiv.org/abs/2311.13541)"
@@ -14,6 +17,7 @@ PIPELINES = {
     "ForSequenceClassification": "text-classification",
     SENTENCE_VECTORS: "sentence-similarity",
 }
+SCORES = {nn.Sigmoid: "the sigmoid of `logits`", nn.Identity: "`logits` as they are"}  # by activation
 SEGMENTS = (
     " - pairs: the first text ends with its first `</s>`, and its tokens are global. Cut pairs with the tokenizer\n"
     "   (`truncation=True`), which keeps it. If you cut off the end of its result, only one token may be global."
@@ -54,6 +58,8 @@ def model_card(
         lines += _sentence_usage(config)
     else:
         lines += _usage(config, purpose, has_tokenizer)
+    if _is_cross_encoder(config) and has_tokenizer:
+        lines += _score_usage(config)
     lines += ["", "## Properties", ""]
     lines.append(f" - longest sequence: {longest} tokens")
     if has_onnx:
@@ -70,6 +76,8 @@ def model_card(
         lines.append(f" - sentence vectors: {config['hidden_size']} features, pooling: {pooling}")
     if config.get("id2label"):
         lines.append(f" - labels: {', '.join(config['id2label'].values())}")
+    if _has_one_output(config):
+        lines.append(f" - score: {SCORES[type(score_activation(config))]}")
     lines += tokenizer_notes
     lines += ["", "## License", "", "To be stated by the publisher of this model.", ""]
     return "\n".join(lines)
@@ -109,14 +117,44 @@ def _usage(config: Mapping[str, Any], purpose: str, has_tokenizer: bool) -> list
     return lines
 
 
+def _score_usage(config: Mapping[str, Any]) -> list[str]:
+    """Return the lines of code that compute the scores of pairs."""
+    return [
+        "",
+        "    from sentence_transformers import CrossEncoder",
+        "",
+        f"    model = CrossEncoder({_quoted_arguments(config)})",
+        '    scores = model.predict([("a query", "a passage"), ("a query", "another passage")])',
+    ]
+
+
+def _has_one_output(config: Mapping[str, Any]) -> bool:
+    """Return True for a classifier with one output, such as a reranker or a regression."""
+    return len(config.get("id2label", ())) == 1
+
+
+def _is_cross_encoder(config: Mapping[str, Any]) -> bool:
+    """Return True for a classifier with one output whose score is that of CrossEncoder of sentence-transformers.
+
+    CrossEncoder applies the sigmoid to a regression that names no activation.
+    """
+    is_plain_regression = config.get("problem_type") == REGRESSION and activation_name(config) is None
+    return _has_one_output(config) and not is_plain_regression
+
+
 def _sentence_usage(config: Mapping[str, Any]) -> list[str]:
     """Return the lines of code that compute sentence vectors."""
-    arguments = '"DIRECTORY"'
-    if "auto_map" in config:
-        arguments += ", trust_remote_code=True"
     return [
         "    from sentence_transformers import SentenceTransformer",
         "",
-        f"    model = SentenceTransformer({arguments})",
+        f"    model = SentenceTransformer({_quoted_arguments(config)})",
         '    vectors = model.encode(["a text", "another text"])',
     ]
+
+
+def _quoted_arguments(config: Mapping[str, Any]) -> str:
+    """Return the arguments of the classes of sentence-transformers."""
+    arguments = '"DIRECTORY"'
+    if "auto_map" in config:
+        arguments += ", trust_remote_code=True"
+    return arguments

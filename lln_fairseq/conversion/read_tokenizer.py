@@ -43,12 +43,16 @@ class SourceVocabulary:
         symbols: the symbols of dict.txt. Symbol i, from 0, has fairseq's id 4 + i.
         files: the contents of the tokenizer's files by the file names that data_prep uses.
         pair_form: one of PAIR_FORMS, or None if the token types of a pair are others than BERT's.
+        max_length: the number of tokens at which the tokenizer cuts texts.
+        padding_side: "right" or "left".
     """
 
     order: list[int]
     symbols: list[str]
     files: dict[str, bytes]
     pair_form: str | None
+    max_length: int
+    padding_side: str
 
 
 def read_vocabulary(
@@ -92,7 +96,14 @@ def read_vocabulary(
     symbols = [str(row) for row in ordinary_rows]
     data = tokenizer_json.as_bytes(content)
     pair = _check_same_tokens(tokenizer, data, special_ids, lower_case, directory)
-    return SourceVocabulary(order, symbols, {TOKENIZER: data}, _pair_form(pair, special_ids[2], has_token_types))
+    return SourceVocabulary(
+        order,
+        symbols,
+        {TOKENIZER: data},
+        _pair_form(pair, special_ids[2], has_token_types),
+        max_length=tokenizer.model_max_length,
+        padding_side=tokenizer.padding_side,
+    )
 
 
 def _pair_form(pair: Mapping[str, list[int]], separator: int, has_token_types: bool) -> str | None:

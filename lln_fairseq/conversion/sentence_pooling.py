@@ -2,10 +2,11 @@
 
 modules.json lists the steps: the model, a pooling, and a normalization if there is one. 1_Pooling/config.json has the
 pooling's mode, sentence_bert_config.json the longest sequence and whether texts are put into lower case, and
-config_sentence_transformers.json the prompts.
+config_sentence_transformers.json the prompts and the similarity of two vectors, or the activation of a cross-encoder.
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ SENTENCE_CONFIG = "sentence_bert_config.json"
 SENTENCE_CONFIGS = (
     SENTENCE_CONFIG,
     "sentence_roberta_config.json",
+    "sentence_distilbert_config.json",
     "sentence_camembert_config.json",
     "sentence_xlm-roberta_config.json",
 )
@@ -34,6 +36,25 @@ MODE_FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+# The settings that each file can have: those that are read, and those without an effect on a text's vector or score.
+PROMPT_SETTINGS = (
+    "prompts",
+    "default_prompt_name",
+    "similarity_fn_name",
+    "truncate_dim",
+    "activation_fn",
+    "model_type",
+    "__version__",
+)
+TRANSFORMER_SETTINGS = (
+    "max_seq_length",
+    "do_lower_case",
+    "transformer_task",
+    "modality_config",
+    "module_output_name",
+    "unpad_inputs",
+)
+KEPT_SETTINGS = ("prompts", "similarity_fn_name")  # of an encoder, in PROMPT_CONFIG
 ADVICE = f"remove {MODULES} and {POOLING_FOLDER} to convert the encoder with mean pooling"
 
 
@@ -89,10 +110,8 @@ def read_pooling(directory: Path, features: int) -> Pooling | None:
         if not (directory / POOLING_FOLDER).exists():
             return None
         return Pooling(_read_mode(directory / POOLING_FOLDER / "config.json", features))
-    modules = parse_json(path)
-    if not isinstance(modules, list) or not all(_is_module(module) for module in modules):
-        raise UserError(f"{path} must be a list of modules with type and path")
-    types = [module["type"].rpartition(".")[2] for module in modules]
+    modules = _read_modules(path)
+    types = _types(modules)
     if types not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         steps = ", ".join(types) or "none"
         raise UserError(
@@ -107,6 +126,19 @@ def read_pooling(directory: Path, features: int) -> Pooling | None:
         )
     mode = _read_mode(directory / folder / "config.json", features)
     return Pooling(mode, normalize="Normalize" in types)
+
+
+def _read_modules(path: Path) -> list[dict[str, Any]]:
+    """Read modules.json. Raises UserError if it is no list of modules with type and path."""
+    modules = parse_json(path)
+    if not isinstance(modules, list) or not all(_is_module(module) for module in modules):
+        raise UserError(f"{path} must be a list of modules with type and path")
+    return modules
+
+
+def _types(modules: list[dict[str, Any]]) -> list[str]:
+    """Return the names of the classes of modules, without their packages, which differ between versions."""
+    return [module["type"].rpartition(".")[2] for module in modules]
 
 
 def _is_module(module: Any) -> bool:
@@ -151,21 +183,28 @@ def _modes(config: dict[str, Any], path: Path) -> list[str]:
 
 def read_lower_case(directory: Path) -> bool:
     """Return True if SentenceTransformer puts texts into lower case before the tokenizer of a directory gets them."""
-    value = _read_sentence_config(directory).get("do_lower_case", False)
+    value = _read_transformer_config(directory).get("do_lower_case", False)
     if not isinstance(value, bool):
         raise UserError(f"{directory}: do_lower_case must be true or false, got {str(value)[:80]!r}")
     return value
 
 
-def note_max_length(directory: Path, positions: int) -> list[str]:
-    """Return a note if SentenceTransformer cuts texts before the end of `positions`, or an empty list."""
-    longest = _read_sentence_config(directory).get("max_seq_length")
+def note_max_length(directory: Path, model_max_length: int, positions: int) -> list[str]:
+    """Return a note if the source cuts texts before the end of `positions`, or an empty list.
+
+    `model_max_length` is that of the tokenizer, which max_seq_length of SentenceTransformer replaces.
+    """
+    name = "max_seq_length"
+    longest = _read_transformer_config(directory).get(name)
+    if longest is None:
+        name = "model_max_length"
+        longest = model_max_length
     if isinstance(longest, int) and longest < positions:
-        return [f"texts are now cut at {positions} tokens, or at --positions, not at max_seq_length ({longest})"]
+        return [f"texts are now cut at {positions} tokens, or at --positions, not at {name} ({longest})"]
     return []
 
 
-def _read_sentence_config(directory: Path) -> dict[str, Any]:
+def _read_transformer_config(directory: Path) -> dict[str, Any]:
     """Return the content of the first of SENTENCE_CONFIGS that exists, or an empty dictionary if none does."""
     for name in SENTENCE_CONFIGS:
         if (directory / name).exists():
@@ -173,14 +212,15 @@ def _read_sentence_config(directory: Path) -> dict[str, Any]:
     return {}
 
 
-def check_prompts(directory: Path) -> list[str]:
-    """Return a note about prompts that are used only when they are named, or an empty list if there are none.
+def read_sentence_config(root: Path) -> dict[str, Any]:
+    """Read config_sentence_transformers.json; the result is empty if a directory has none.
 
-    Raises UserError for a default prompt, which SentenceTransformer puts before every text.
+    Raises UserError for settings that change every vector or score and cannot be kept: a default prompt, which is put
+    before every text, and truncate_dim, which cuts vectors.
     """
-    path = directory / PROMPT_CONFIG
+    path = root / PROMPT_CONFIG
     if not path.exists():
-        return []
+        return {}
     config = read_json(path)
     prompts = config.get("prompts") or {}
     if not isinstance(prompts, dict):
@@ -191,13 +231,59 @@ def check_prompts(directory: Path) -> list[str]:
             f"{path}: the default prompt {default} ({prompts[default]!r}) would be left out: set default_prompt_name "
             "to null, and put the prompt before your texts yourself"
         )
-    named = [f"{name} ({prompt!r})" for name, prompt in prompts.items() if prompt]
+    if config.get("truncate_dim") is not None:
+        raise UserError(
+            f"{path}: truncate_dim must be null, got {str(config['truncate_dim'])[:80]}: vectors would not be cut. "
+            "Remove it, and cut them yourself"
+        )
+    return config
+
+
+def note_prompts(config: dict[str, Any], are_kept: bool) -> list[str]:
+    """Return a note about prompts that are used only when they are named, or an empty list if there are none.
+
+    `config` is the result of `read_sentence_config`, and `are_kept` whether `lln-fairseq export` writes them.
+    """
+    named = [f"{name} ({prompt!r})" for name, prompt in (config.get("prompts") or {}).items() if prompt]
     if not named:
         return []
+    if are_kept:
+        return [
+            f"only the exported model has the prompts {', '.join(named)}: for `lln-fairseq encode`, put them before "
+            "your texts yourself"
+        ]
     return [f"left out: the prompts {', '.join(named)}; put them before your texts yourself"]
 
 
-def pooling_files(pooling: Pooling, features: int, longest: int) -> dict[str, bytes]:
+def note_unknown_settings(root: Path, directory: Path) -> list[str]:
+    """Return a note for each file with settings that have a value and are not read.
+
+    `root` and `directory` are the results of `locate_model`.
+    """
+    notes = _note_unknown(read_sentence_config(root), PROMPT_SETTINGS, PROMPT_CONFIG)
+    return notes + _note_unknown(_read_transformer_config(directory), TRANSFORMER_SETTINGS, SENTENCE_CONFIG)
+
+
+def _note_unknown(config: dict[str, Any], known: Sequence[str], file: str) -> list[str]:
+    unknown = [name for name, value in config.items() if value and name not in known]
+    if not unknown:
+        return []
+    return [f"left out of {file}: {', '.join(sorted(unknown))}"]
+
+
+def require_transformer_only(root: Path) -> None:
+    """Raise UserError if modules.json of a classifier lists more than the classifier itself."""
+    path = root / MODULES
+    if path.exists():
+        types = _types(_read_modules(path))
+        if types != ["Transformer"]:
+            steps = ", ".join(types) or "none"
+            raise UserError(f"{path}: the only module of a classifier must be Transformer, got {steps}")
+
+
+def sentence_files(
+    pooling: Pooling, features: int, longest: int, settings: Mapping[str, Any] | None = None
+) -> dict[str, bytes]:
     """Return the files that make SentenceTransformer compute this pooling, by their paths in the model's directory.
 
     They have the form of sentence-transformers before 6.0, which later versions also read.
@@ -206,6 +292,7 @@ def pooling_files(pooling: Pooling, features: int, longest: int) -> dict[str, by
         pooling: the pooling to describe.
         features: the size of the model's hidden states.
         longest: the longest sequence of the model, in tokens.
+        settings: entries of config_sentence_transformers.json.
     """
     types = ["Transformer", "Pooling"]
     if pooling.normalize:
@@ -220,4 +307,6 @@ def pooling_files(pooling: Pooling, features: int, longest: int) -> dict[str, by
         f"{POOLING_FOLDER}/config.json": {"word_embedding_dimension": features, **flags, "include_prompt": True},
         SENTENCE_CONFIG: {"max_seq_length": longest, "do_lower_case": False},
     }
+    if settings:
+        contents[PROMPT_CONFIG] = dict(settings)
     return {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in contents.items()}

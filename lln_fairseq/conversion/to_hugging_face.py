@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.checkpoints.config import POSITION_OFFSET, STOCK_ATTENTION
+from lln_fairseq.checkpoints.source_settings import IDENTITY, REGRESSION, activation_settings
 from lln_fairseq.conversion.imported_encoder import HEAD
 from lln_fairseq.conversion.parameter_names import (
     ATTENTION_PREFIX,
@@ -76,6 +77,7 @@ def convert_to_hugging_face(
     head: str = "",
     labels: tuple[str, ...] = (),
     is_encoder: bool = False,
+    settings: Mapping[str, Any] | None = None,
 ) -> ExportedModel:
     """Convert the parameters and options of a model to Hugging Face's.
 
@@ -84,8 +86,9 @@ def convert_to_hugging_face(
         args: the model's options, with those of STOCK_OPTIONS in export.py.
         attention_options: the options of the attention.
         head: name of the classification head to export; empty exports a masked language model or an encoder.
-        labels: the name of each class of the head, in order; empty for a regression.
+        labels: the name of each class of the head, in order; empty if it has one output.
         is_encoder: export only the encoder, without a head.
+        settings: entries of config.json of the model that a classifier was converted from.
 
     Raises:
         UserError: for an attention or an option that Hugging Face's RoBERTa and the modeling file do not support,
@@ -127,7 +130,7 @@ def convert_to_hugging_face(
         tensors |= _untrained_pooler(sizes.features)
     if head:
         tensors |= _classification_head_tensors(state, head, sizes.features)
-        config |= _label_config(labels, len(tensors["classifier.out_proj.bias"]))
+        config |= _label_config(labels, len(tensors["classifier.out_proj.bias"]), settings or {})
     elif not is_encoder:
         tensors |= {name.hugging_face: state[name.fairseq] for name in head_names(sizes)}
         config["tie_word_embeddings"] = torch.equal(state[HEAD_WEIGHT], state[EMBEDDING])
@@ -259,17 +262,25 @@ def _classification_head_tensors(state: Mapping[str, Tensor], head: str, feature
     return tensors
 
 
-def _label_config(labels: tuple[str, ...], outputs: int) -> dict[str, Any]:
-    """Return the part of config.json about labels. Raises UserError if their number is not `outputs`."""
+def _label_config(labels: tuple[str, ...], outputs: int, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of config.json about labels, with the settings of the model that a classifier was converted from.
+
+    A regression that was trained here, which has none, names the identity as its activation, because CrossEncoder would
+    apply the sigmoid. Raises UserError if the number of labels is not `outputs`.
+    """
     if not labels and outputs == 1:
-        return {"id2label": {"0": "score"}, "label2id": {"score": 0}, "problem_type": "regression"}
+        if settings:
+            return dict(settings)
+        regression = {"id2label": {"0": "score"}, "label2id": {"score": 0}, "problem_type": REGRESSION}
+        return regression | activation_settings(IDENTITY)
     if len(labels) != outputs:
         raise UserError(f"the classification head has {outputs} classes, but there are {len(labels)} labels")
-    return {
+    classification = {
         "id2label": {str(i): label for i, label in enumerate(labels)},
         "label2id": {label: i for i, label in enumerate(labels)},
         "problem_type": "single_label_classification",
     }
+    return classification | dict(settings)
 
 
 def _check_nothing_is_lost(state: Mapping[str, Tensor], sizes: ModelSizes) -> None:

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from fairseq import utils
-from torch import Tensor
+from torch import Tensor, nn
 
 from lln_fairseq.checkpoints.compatibility import is_finetuned, label_names
-from lln_fairseq.checkpoints.reading import load_checkpoint
+from lln_fairseq.checkpoints.reading import load_checkpoint, load_checkpoint_lazily
+from lln_fairseq.checkpoints.source_settings import score_activation, stored_settings
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import (
     add_positions_option,
@@ -52,7 +53,7 @@ class SplitOutputs:
 
     Attributes:
         split: name of the split.
-        logits: (rows, classes) float32; (rows, 1) for a regression.
+        logits: (rows, classes) float32; (rows, 1) for a model with one output.
         targets: (rows,) class numbers or scores; None if the split has no labels.
     """
 
@@ -262,5 +263,10 @@ def main(argv: list[str]) -> None:
     warnings.filterwarnings("ignore", "'pin_memory' argument is set as true")  # fairseq sets it on a CPU, too
     model, task = load_finetuned_model(args.checkpoint, args.data, args.positions)
     use_precision(model, args.precision)
+    activation: nn.Module = nn.Identity()
+    if task.cfg.regression_target:
+        activation = score_activation(stored_settings(load_checkpoint_lazily(args.checkpoint)))
     for split in splits:
-        report_split(task, compute_outputs(model, task, split), args.json, args.predict, args.scale)
+        outputs = compute_outputs(model, task, split)
+        outputs.logits = activation(outputs.logits)
+        report_split(task, outputs, args.json, args.predict, args.scale)

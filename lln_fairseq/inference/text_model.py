@@ -22,6 +22,7 @@ from lln_fairseq.checkpoints.compatibility import check_tokenizer, is_finetuned,
 from lln_fairseq.checkpoints.pooling import POOLINGS, Pooling, pool_hidden_states, stored_pooling
 from lln_fairseq.checkpoints.reading import load_checkpoint
 from lln_fairseq.checkpoints.run_tokenizer import check_vocabulary, directories
+from lln_fairseq.checkpoints.source_settings import score_activation, stored_settings
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import build_model, require_finite, set_positions, use_precision
 from lln_fairseq.models.matmul_choice import FLOAT32
@@ -106,6 +107,7 @@ class TextModel(nn.Module):
         pooling: the pooling of an encoder of sentence vectors, which is the default of `encode`. None for other models,
             of which `encode` returns the mean over the tokens, not normalized.
         precision: the precision of the encoder, as `use_precision` returns it.
+        activation: what `predict` applies to the output of a model with one output; None applies nothing.
 
     Attributes:
         longest: the number of tokens that the model takes, special tokens included.
@@ -120,6 +122,7 @@ class TextModel(nn.Module):
         inputs: Sequence[int],
         pooling: Pooling | None = None,
         precision: str = FLOAT32,
+        activation: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -127,6 +130,7 @@ class TextModel(nn.Module):
         self.vocabulary = vocabulary
         self.inputs = inputs
         self.precision = precision
+        self.activation = activation or nn.Identity()
         self.is_sentence_encoder = pooling is not None
         self.pooling = pooling or Pooling()
         self.ids = TextIds(task, vocabulary)
@@ -138,8 +142,8 @@ class TextModel(nn.Module):
     def predict(self, texts: Iterable[Text], on_long: str = "truncate") -> list[Prediction | float]:
         """Return a prediction for every text, or for every pair of texts (a tuple).
 
-        A prediction is a label of label/dict.txt with its probability, or for a regression a score, on the scale of
-        the training targets.
+        A prediction is a label of label/dict.txt with its probability, or the score of a model with one output: for a
+        regression it is on the scale of the training targets, for a reranker it is that of CrossEncoder.
 
         Raises:
             UserError: if the model was not fine-tuned, `texts` is a single string, the model takes pairs but gets
@@ -155,7 +159,7 @@ class TextModel(nn.Module):
         self._require_labels()
         for _, logits in self._map_texts(texts, self.inputs, self._class_logits, on_long):
             if self.task.cfg.regression_target:
-                yield logits.item()
+                yield self.activation(logits).item()
             else:
                 probability, number = logits.softmax(dim=-1).max(dim=-1)
                 yield Prediction(self.labels[number], probability.item())
@@ -412,9 +416,12 @@ def load_text_model(
     if not takes_any_inputs(state):
         inputs = (2,) if (directory / "input1").is_dir() else (1,)
     pooling = stored_pooling(state)
+    activation = None
+    if is_finetuned(task.cfg._name) and task.cfg.regression_target:
+        activation = score_activation(stored_settings(state))
     del state  # frees its weights: `use_precision` makes another copy of them
     used_precision = use_precision(model, precision)
-    return TextModel(model, task, vocabulary, inputs, pooling, used_precision).eval()
+    return TextModel(model, task, vocabulary, inputs, pooling, used_precision, activation).eval()
 
 
 def _find_vocabulary(checkpoint: str, places: list[Path], tokenizer: Any) -> tuple[Path, Any]:

@@ -18,6 +18,7 @@ from lln_fairseq.checkpoints.compatibility import (
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION, parameter_sizes, plain_options, stored_options
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, plugin_state
 from lln_fairseq.checkpoints.run_tokenizer import FOLDER, directories, save_tokenizer
+from lln_fairseq.checkpoints.source_settings import settings_entries, stored_settings
 from lln_fairseq.conversion.convert import CHECKPOINT, checkpoint_at_update_0
 from lln_fairseq.conversion.directory import save_atomically
 from lln_fairseq.conversion.imported_encoder import DICTIONARY
@@ -128,6 +129,7 @@ def write_classifier(
         "dictionary": dictionary_hash(task.source_dictionary),
         "tokenizer": plugin_state(teacher_state).get("tokenizer", ""),
         "labels": label_names(task),
+        **settings_entries(stored_settings(teacher_state)),
     }
     if takes_any_inputs(teacher_state):
         identity["inputs"] = ANY_INPUTS

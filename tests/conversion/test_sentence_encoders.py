@@ -13,7 +13,7 @@ from lln_fairseq.checkpoints.pooling import Pooling, stored_pooling
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.conversion.convert import convert
 from lln_fairseq.conversion.export import export
-from lln_fairseq.conversion.sentence_pooling import MODE_FLAGS, pooling_files, read_pooling
+from lln_fairseq.conversion.sentence_pooling import MODE_FLAGS, read_pooling, sentence_files
 from lln_fairseq.errors import UserError
 from lln_fairseq.text.vocabulary import load_vocabulary
 from tests.conversion.sources import TEXTS, make_model, make_model_with_settings
@@ -25,7 +25,7 @@ MODULES = "sentence_transformers.models"
 def write_pooling(folder, pooling, features=FEATURES):
     """Write the files of sentence-transformers for a pooling to an existing folder."""
     (folder / "1_Pooling").mkdir()
-    for name, content in pooling_files(pooling, features, longest=40).items():
+    for name, content in sentence_files(pooling, features, longest=40).items():
         (folder / name).write_bytes(content)
 
 
@@ -140,9 +140,9 @@ def test_lower_case_is_kept(name, tmp_path):
         assert exported.tokenize(text) == source.tokenize(text.lower())
 
 
-def write_prompts(folder, default):
+def write_prompts(folder, default, **settings):
     prompts = {"query": "query: ", "passage": ""}
-    config = {"prompts": prompts, "default_prompt_name": default}
+    config = {"prompts": prompts, "default_prompt_name": default, **settings}
     (folder / "config_sentence_transformers.json").write_text(json.dumps(config))
 
 
@@ -155,12 +155,24 @@ def test_default_prompt_is_rejected(headless, tmp_path, capsys):
     assert "the default prompt query ('query: ') would be left out: set default_prompt_name to null" in error
 
 
-@pytest.mark.parametrize("default", [None, "passage"])
-def test_named_prompts_are_left_out_with_a_note(default, headless, tmp_path):
+def test_prompts_and_similarity_of_source_are_exported(headless, tmp_path):
+    sentence_transformers = pytest.importorskip("sentence_transformers")
     headless(tmp_path / "in")
-    write_prompts(tmp_path / "in", default)
-    notes = convert(tmp_path / "in", tmp_path / "out", "softmax").notes
-    assert "left out: the prompts query ('query: '); put them before your texts yourself" in notes
+    write_pooling(tmp_path / "in", Pooling("cls"))
+    write_prompts(tmp_path / "in", default="passage", similarity_fn_name="dot")  # the default prompt is empty
+
+    notes = convert(tmp_path / "in", tmp_path / "softmax", "softmax").notes
+    convert(tmp_path / "softmax/model.pt", tmp_path / "longer", positions=64)
+    export(tmp_path / "longer/model.pt", tmp_path / "out")
+
+    assert any(note.startswith("only the exported model has the prompts query ('query: ')") for note in notes)
+    similarities = []
+    for folder in (tmp_path / "in", tmp_path / "out"):
+        model = sentence_transformers.SentenceTransformer(str(folder), device="cpu")
+        vectors = model.encode(TEXTS[:3], prompt_name="query", convert_to_tensor=True)
+        similarities.append(model.similarity(vectors, vectors))
+    torch.testing.assert_close(similarities[1], similarities[0], rtol=1e-5, atol=1e-5)
+    assert similarities[0].max() > 2  # no cosine
 
 
 @pytest.mark.parametrize("named", ["", "0_Transformer"])
