@@ -11,6 +11,7 @@ The manifest contains no date and no path outside the directory, so the same set
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -23,6 +24,7 @@ from lln_fairseq.terminal import print_status
 from lln_fairseq.text.vocabulary import MANIFEST
 
 UNFINISHED = "unfinished"
+SHA256 = re.compile("[0-9a-f]{64}")
 
 Input = TypeVar("Input")
 
@@ -116,9 +118,21 @@ def _check_settings(path: Path, existing: Mapping[str, Any], requested: Mapping[
     for key in [*requested, *existing]:
         if existing.get(key) != requested.get(key):
             raise UserError(
-                f"{path.parent} was built with {key} = {existing.get(key)}, not {requested.get(key)}: "
+                f"{path.parent} was built with {_describe_change(key, existing.get(key), requested.get(key))}: "
                 "choose another directory, or use --overwrite to build it again"
             )
+
+
+def _describe_change(key: str, existing: Any, requested: Any) -> str:
+    """Return "KEY = EXISTING, not REQUESTED", but name only what differs in a dictionary, and show no checksums."""
+    if isinstance(existing, dict) and isinstance(requested, dict):
+        names = [name for name in {**requested, **existing} if existing.get(name) != requested.get(name)]
+        if key == "source":
+            return f"other files ({', '.join(names)})"
+        return _describe_change(f"{key}.{names[0]}", existing.get(names[0]), requested.get(names[0]))
+    if SHA256.fullmatch(str(existing)) or SHA256.fullmatch(str(requested)):
+        return f"another {key}"
+    return f"{key} = {existing}, not {requested}"
 
 
 def load_finished_manifest(out: Path, settings: Mapping[str, Any], files: Sequence[str]) -> dict[str, Any] | None:

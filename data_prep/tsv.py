@@ -5,7 +5,8 @@
 
 A file is UTF-8 and has a row per line, with tabs between the columns. Quotes are ordinary characters. The first line
 has the names of the columns, unless --no-header is given. --text and --label select columns by name, or by number from
-1. If the test file has no column of labels, `test` has no labels. A row that cannot be used is an error.
+1. If the test file has no column of labels, `test` has no labels, and a line says so. A row that cannot be used is an
+error.
 
 The classes are the labels of `train`, in sorted order. With --labels they are those of a classifier, in its order.
 
@@ -39,6 +40,8 @@ from .glue_tasks import GlueRows, GlueTask, read_rows, split_cells
 FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
 QUOTED = re.compile(r'"(?:[^"]|"")*"')  # a cell as CSV writers quote it
 LABEL_SEPARATORS = re.compile("[,;|]")
+INTEGER = re.compile("[+-]?[0-9]+")
+SCORES_ADVICE = "to predict the numbers themselves, give --regression"
 
 
 @dataclass(frozen=True)
@@ -99,9 +102,12 @@ class ClassLabels:
         name = self.renamed.get(label, label)
         if self.classes and name not in self.classes:
             self.require_single(label, location)
+            advice = "--rename OLD NEW renames labels"
+            if look_like_scores(self.classes):
+                advice = SCORES_ADVICE
             raise UserError(
                 f"{location}: the label must be one of {self.origin} ({', '.join(self.classes)[:200]}), got {label!r}; "
-                "--rename OLD NEW renames labels"
+                f"{advice}"
             )
         return name
 
@@ -138,6 +144,11 @@ def sorted_classes(labels: Iterable[str]) -> list[str]:
         return sorted(names, key=int)
     except ValueError:
         return names
+
+
+def look_like_scores(classes: Sequence[str]) -> bool:
+    """Return True if all classes are numbers, and not all of them are written as integers."""
+    return all(map(_is_finite_number, classes)) and not all(map(INTEGER.fullmatch, classes))
 
 
 def check_number(label: str, location: str) -> str:
@@ -182,13 +193,10 @@ def read_split(path: Path, split: str, columns: Columns, parse_label: Callable[[
         indices = []
         for column in (*columns.texts, columns.label):
             index = columns.find(column, first_line, name)
-            is_optional = split == "test" and column == columns.label
-            if index is None and not is_optional:
-                names = ", ".join(first_line)[:200]
-                advice = "without a header line, give --no-header and the numbers of columns"
-                if not columns.has_header:
-                    advice = f"without a header line, columns are numbers from 1 to {len(first_line)}"
-                raise UserError(f"{name}, line 1: no column {column!r} among {names}; {advice}")
+            if index is None:
+                if split != "test" or column != columns.label or _is_spelled_otherwise(column, first_line):
+                    raise UserError(_missing_column(column, first_line, columns, name))
+                print_status(f"{name}: no column {column!r} among {', '.join(first_line)[:200]}: {split} has no labels")
             indices.append(index)
         if len(set(indices)) < len(indices):
             message = f"{name}: --text and --label must be different columns"
@@ -212,6 +220,24 @@ def read_split(path: Path, split: str, columns: Columns, parse_label: Callable[[
                 f"{name}, line 1 looks like a row instead of a header, with the label {header!r}: add --no-header"
             )
     return rows
+
+
+def _is_spelled_otherwise(column: str, first_line: Sequence[str]) -> bool:
+    """Return True if a cell of the first line is the name of the column with other capitals."""
+    return column.casefold() in map(str.casefold, first_line)
+
+
+def _missing_column(column: str, first_line: Sequence[str], columns: Columns, name: str) -> str:
+    """Return the message that the file `name` has no such column. `first_line` has the cells of its first line."""
+    if len(first_line) == 1:
+        return f"{name}, line 1 has no tab: the columns must be separated by tabs, got {first_line[0][:200]!r}"
+    advice = "without a header line, give --no-header and the numbers of columns"
+    words = column.split(",")
+    if len(words) > 1 and all(columns.find(word, first_line, name) is not None for word in words):
+        advice = f"separate two columns by a space: {' '.join(words)}"
+    elif not columns.has_header:
+        advice = f"without a header line, columns are numbers from 1 to {len(first_line)}"
+    return f"{name}, line 1: no column {column!r} among {', '.join(first_line)[:200]}; {advice}"
 
 
 def _check_cells(
@@ -322,7 +348,10 @@ def build_and_summarize(**options: Any) -> None:
     task, content = build_tsv(**options)
     print_status(summarize_glue_task(task, content))
     if task.labels:
-        print_status(f"{len(task.labels)} classes (task.num_classes): {', '.join(task.labels)}")
+        line = f"{len(task.labels)} classes (task.num_classes): {', '.join(task.labels)}"
+        if look_like_scores(task.labels):
+            line += f"; {SCORES_ADVICE}"
+        print_status(line)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -351,6 +380,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = {split: getattr(args, split) for split in SPLITS if getattr(args, split) is not None}
     if not files:
         parser.error("give at least one of --train, --valid and --test")
+    if args.train and not args.valid:
+        parser.error("give --valid with --train: a training run scores its checkpoints on these rows")
     if len(args.text) > 2:
         parser.error(f"--text must be one or two columns, got {len(args.text)}")
     if len(dict(args.rename)) < len(args.rename):

@@ -58,7 +58,10 @@ def run_main(program: Callable[[], int | None], interrupted: str = "interrupted"
             return 128 + signal.SIGPIPE
         return _end_with_line(f"error: {error}")
     except (UserError, OSError) as error:
-        return _end_with_line("error: " + " ".join(str(error).split()))
+        message = str(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            message = f"{error.filename}: {error.strerror}"
+        return _end_with_line("error: " + " ".join(message.split()))
     except KeyboardInterrupt:
         return _end_with_line(interrupted, interrupt_code())
 

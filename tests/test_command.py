@@ -53,7 +53,8 @@ def raising(error):
         (lambda: None, 0, ""),
         (lambda: 3, 3, ""),
         (raising(UserError("no such\n file")), 1, "error: no such file\n"),
-        (raising(OSError(28, "No space left on device", "x")), 1, "error: [Errno 28] No space left on device: 'x'\n"),
+        (raising(OSError(28, "No space left on device", "x")), 1, "error: x: No space left on device\n"),
+        (raising(OSError(28, "No space left on device")), 1, "error: [Errno 28] No space left on device\n"),
         (
             raising(ModuleNotFoundError("No module named 'torch'")),
             1,

@@ -122,6 +122,8 @@ def open_lines(name: str) -> Iterator[Iterable[str]]:
     if name != STANDARD_STREAM:
         with open(name, "rb") as file:
             yield tqdm(read_lines(file, name), unit=" lines", disable=None)
+    elif sys.stdin is None:  # closed by the shell, as with <&-
+        raise UserError("standard input is closed: give --input FILE")
     else:
         yield tqdm(read_lines(sys.stdin.buffer, "standard input"), unit=" lines", disable=None)
 
@@ -129,6 +131,8 @@ def open_lines(name: str) -> Iterator[Iterable[str]]:
 @contextmanager
 def _open_output(name: str) -> Iterator[TextIO]:
     """Open standard output or a file, see `output_path`."""
+    if name == STANDARD_STREAM and sys.stdout is None:  # closed by the shell, as with >&-
+        raise UserError("standard output is closed: give --output FILE")
     if name == STANDARD_STREAM:
         yield sys.stdout
     else:

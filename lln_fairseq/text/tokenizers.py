@@ -395,6 +395,8 @@ def train_sentencepiece(
             minloglevel=3,
         )
     except (RuntimeError, OSError) as error:
+        if lines_read == 0:
+            raise UserError("SentencePiece cannot train: the text is empty") from error
         reason = str(error).rpartition("] ")[2] or error  # without the position in SentencePiece's source code
         raise UserError(f"SentencePiece cannot train {vocab_size} pieces on {lines_read} lines: {reason}") from error
     return model.getvalue()
@@ -430,4 +432,7 @@ def dictionary_text(symbols: Sequence[str], counts: Mapping[str, int], reserved:
 
 
 def load_sentencepiece(path: Path) -> SentencePieceTokenizer:
-    return SentencePieceTokenizer(path.read_bytes())
+    try:
+        return SentencePieceTokenizer(path.read_bytes())
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error

@@ -174,7 +174,7 @@ def load_vocabulary(source: str) -> Vocabulary:
         return new_vocabulary(load_sentencepiece(path))
     if not path.is_dir():
         raise UserError(
-            f"--tokenizer {source}: no such file or directory (`python -m data_prep.fetch gpt2` downloads GPT-2's "
+            f"no such tokenizer: {source} (`python -m data_prep.fetch gpt2` downloads GPT-2's "
             "tokenizer and prints its directory)"
         )
     if (path / MANIFEST).is_file():

@@ -87,7 +87,7 @@ def test_tokenizer_of_other_data_gives_same_files(tmp_path, build):
 
     assert files_without_manifest(tmp_path / "out") == files_without_manifest(tmp_path / "other")
     assert build(tokenizer=str(tmp_path / "other")) == content
-    with pytest.raises(UserError, match="was built with tokenizer"):
+    with pytest.raises(UserError, match="was built with another tokenizer"):
         build()
 
 

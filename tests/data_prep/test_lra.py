@@ -229,7 +229,7 @@ def test_changed_source_is_rejected(make_source, tmp_path, capsys):
 
     assert build(tmp_path, "listops", "--source", release) == 1
 
-    assert "was built with source" in capsys.readouterr().err
+    assert "was built with other files (given.gz)" in capsys.readouterr().err
 
 
 def test_drawn_listops_rows(tmp_path):

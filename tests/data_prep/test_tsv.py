@@ -94,9 +94,10 @@ def test_pairs_have_two_inputs_and_test_may_lack_labels(tmp_path, build, write, 
     train = write("train.tsv", rows, ("b", "label", "a"))
     test = write("test.tsv", [("7", "fifth", "sixth")], ("id", "a", "b"))
 
-    code, _, _ = build("--train", train, "--valid", train, "--test", test, "--text", "a", "b")
+    code, stdout, _ = build("--train", train, "--valid", train, "--test", test, "--text", "a", "b")
 
     assert code == 0
+    assert "test.tsv: no column 'label' among id, a, b: test has no labels\n" in stdout
     assert load_samples(tmp_path / "out", gpt2, "train", 2, inputs=2) == [
         ("second", "first", 0),
         ("fourth", "third", 1),
@@ -134,7 +135,7 @@ def test_same_rows_give_same_files_as_glue(tmp_path, build, gpt2):
 def test_numbers_are_sorted_as_numbers(build, write):
     train = write("train.tsv", [("a", label) for label in ("10", "-1", "2", "0")])
 
-    _, stdout, _ = build("--train", train)
+    _, stdout, _ = build("--train", train, "--valid", train)
 
     assert "4 classes (task.num_classes): -1, 0, 2, 10" in stdout
 
@@ -210,6 +211,9 @@ ROWS = b"text\tlabel\na film\tgood\na story\tbad\n"
         (b"a\t0.5\nb\t0.7\n", ("--regression", "--text", 1, "--label", 2), r"line 1 looks like a row"),
         (ROWS, ("--no-header",), r"line 1: no column 'text' .* columns are numbers from 1 to 2"),
         (ROWS, ("--text", "3"), r"line 1: no column '3' among text, label"),
+        (ROWS, ("--text", "text,label"), r"no column 'text,label' .*; separate two columns by a space: text label"),
+        (ROWS.replace(b"\t", b","), (), r"line 1 has no tab: the columns must be separated by tabs, got 'text,label'"),
+        (ROWS.replace(b"\t", b";"), ("--no-header", "--text", 1, "--label", 2), r"has no tab: .* got 'text;label'"),
         (ROWS, ("--text", "label"), r"--text and --label must be different columns; if line 1 is a row, add --no-h"),
         (b'"text"\t"label"\n"a film"\tgood\n', ("--text", 1, "--label", 2), r'line 1: "text" is quoted as in CSV'),
         (b"text\ttext\tlabel\na\tb\tc\n", (), r"line 1: two columns are called 'text'"),
@@ -232,7 +236,7 @@ def test_unusable_file_is_one_line_and_writes_nothing(tmp_path, build, content, 
 def test_header_with_the_number_that_was_given_is_reported(build, write):
     train = write("train.tsv", [("0", "b film"), ("1", "a story")], header=("1", "a film"))
 
-    code, stdout, _ = build("--train", train, "--text", "2", "--label", "1")
+    code, stdout, _ = build("--train", train, "--valid", train, "--text", "2", "--label", "1")
 
     assert code == 0
     assert "train.tsv: line 1 is the header, with a column '1'; if it is a row, add --no-header\n" in stdout
@@ -250,17 +254,37 @@ def test_label_that_only_valid_has_is_an_error(build, write):
     )
 
 
-def test_finished_directory_is_kept_and_changed_rows_are_an_error(tmp_path, build, write):
-    train = write("train.tsv", TRAIN)
-    assert build("--train", train)[0] == 0
-    files = read_files(tmp_path / "out")
+def test_test_file_whose_label_is_spelled_otherwise_is_an_error(build, write):
+    rows = write("rows.tsv", TRAIN)
+    test = write("test.tsv", TRAIN, ("text", "Label"))
 
-    assert "nothing to do" in build("--train", train)[1]
-    write("train.tsv", TRAIN * 2)
-    code, _, stderr = build("--train", train)
+    code, _, stderr = build("--train", rows, "--valid", rows, "--test", test)
 
     assert code == 1
-    assert_one_line(stderr, "was built with source = ")
+    assert_one_line(stderr, "test.tsv, line 1: no column 'label' among text, Label")
+
+
+def test_numbers_as_classes_are_reported(build, write):
+    train = write("train.tsv", [("a", "0.5"), ("b", "2")])
+    valid = write("valid.tsv", [("c", "1.5")])
+    advice = "to predict the numbers themselves, give --regression"
+
+    assert_one_line(build("--train", train, "--valid", valid)[2], rf"valid.tsv, line 2: .* got '1.5'; {advice}")
+    assert f"2 classes (task.num_classes): 0.5, 2; {advice}\n" in build("--train", train, "--valid", train)[1]
+
+
+def test_finished_directory_is_kept_and_changed_rows_are_an_error(tmp_path, build, write):
+    train = write("train.tsv", TRAIN)
+    valid = write("valid.tsv", VALID)
+    assert build("--train", train, "--valid", valid)[0] == 0
+    files = read_files(tmp_path / "out")
+
+    assert "nothing to do" in build("--train", train, "--valid", valid)[1]
+    write("train.tsv", TRAIN * 2)
+    code, _, stderr = build("--train", train, "--valid", valid, "--test", valid)
+
+    assert code == 1
+    assert_one_line(stderr, r"was built with other files \(train, test\): choose another directory, or")
     assert read_files(tmp_path / "out") == files
     manifest = json.loads(files["manifest.json"])
     assert manifest["settings"]["labels"] == ["bad", "n/a", "very good"]
@@ -273,9 +297,10 @@ def test_finished_directory_is_kept_and_changed_rows_are_an_error(tmp_path, buil
     [
         (),
         ("--valid", "x"),
-        ("--train", "x", "--text", "a", "b", "c"),
-        ("--train", "x", "--regression", "--labels", "y"),
-        ("--train", "x", "--rename", "1", "0", "--rename", "1", "2"),
+        ("--train", "x"),
+        ("--train", "x", "--valid", "x", "--text", "a", "b", "c"),
+        ("--train", "x", "--valid", "x", "--regression", "--labels", "y"),
+        ("--train", "x", "--valid", "x", "--rename", "1", "0", "--rename", "1", "2"),
     ],
 )
 def test_options_that_do_not_fit_are_errors(build, options):

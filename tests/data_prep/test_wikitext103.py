@@ -162,11 +162,11 @@ def test_changed_settings_are_rejected(build, source):
 
     with pytest.raises(UserError, match=r"limit_mb = None, not 1.*--overwrite"):
         build(limit_mb=1)
-    with pytest.raises(UserError, match=r"tokenizer = .*--overwrite"):
+    with pytest.raises(UserError, match=r"another tokenizer: .*--overwrite"):
         build(tokenizer="sentencepiece-bpe")
     with (source / "wiki.valid.raw").open("a") as file:
         file.write("more")
-    with pytest.raises(UserError, match=r"source = .*--overwrite"):
+    with pytest.raises(UserError, match=r"other files \(wiki.valid.raw\): .*--overwrite"):
         build()
 
 

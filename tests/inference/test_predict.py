@@ -25,7 +25,7 @@ from lln_fairseq.checkpoints.pooling import Pooling, pooling_entries
 from lln_fairseq.checkpoints.reading import PLUGIN_STATE
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.evaluate import compute_outputs, format_predictions, load_finetuned_model
-from lln_fairseq.inference.predict import prediction_lines
+from lln_fairseq.inference.predict import _open_output, open_lines, prediction_lines
 from lln_fairseq.inference.text_model import Prediction
 from lln_fairseq.models.matmul_choice import working_way
 from lln_fairseq.models.matmul_ways import WAYS
@@ -779,6 +779,15 @@ def test_bad_line_is_reported_and_output_is_kept(name, content, message, runs, t
     assert not list(tmp_path.glob("*.part"))
 
 
+def test_streams_that_the_shell_has_closed_are_one_line(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(UserError, match="standard input is closed: give --input FILE"), open_lines("-"):
+        pass
+    with pytest.raises(UserError, match="standard output is closed: give --output FILE"), _open_output("-"):
+        pass
+
+
 @pytest.mark.parametrize("program", ["predict", "encode"])
 def test_output_onto_the_input_is_rejected(program, runs, tmp_path, capsys):
     (tmp_path / "in").write_text("good\n")
@@ -799,7 +808,7 @@ def test_missing_and_unsuitable_tokenizers_are_rejected(tmp_path, monkeypatch, g
         load(checkpoint)
     with pytest.raises(UserError, match="other symbols than the dictionary"):
         load(checkpoint, tokenizer=glue / "spm.model")
-    with pytest.raises(UserError, match="no such file or directory"):
+    with pytest.raises(UserError, match="no such tokenizer: nowhere"):
         load(checkpoint, tokenizer="nowhere")
     with pytest.raises(UserError, match=r"the dictionary of .* is not the one"):
         load(checkpoint, data=glue / "SST-2")

@@ -66,9 +66,15 @@ def test_impossible_vocabulary_size_raises(vocab_size, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_file_that_is_not_a_sentencepiece_model_raises():
-    with pytest.raises(UserError, match="not a SentencePiece model"):
-        SentencePieceTokenizer(b"nonsense")
+def test_empty_text_has_no_vocabulary():
+    with pytest.raises(UserError, match="SentencePiece cannot train: the text is empty"):
+        train_sentencepiece([], 10)
+
+
+def test_file_that_is_not_a_sentencepiece_model_raises(tmp_path):
+    (tmp_path / "file").write_bytes(b"nonsense")
+    with pytest.raises(UserError, match=r"/file: not a SentencePiece model"):
+        load_sentencepiece(tmp_path / "file")
 
 
 def test_sentencepiece_model_without_pieces_raises():

@@ -100,7 +100,7 @@ def test_manifest_without_a_tokenizer_raises(prepared):
 
 
 def test_missing_tokenizer_raises(tmp_path):
-    with pytest.raises(UserError, match="no such file"):
+    with pytest.raises(UserError, match="no such tokenizer: "):
         load_vocabulary(str(tmp_path / "none"))
     with pytest.raises(UserError, match="has neither"):
         load_vocabulary(str(tmp_path))
