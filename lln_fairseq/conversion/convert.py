@@ -33,6 +33,7 @@ from lln_fairseq.conversion.from_fairseq import read_fairseq_checkpoint
 from lln_fairseq.conversion.from_hugging_face import read_hugging_face_directory
 from lln_fairseq.conversion.imported_encoder import DICTIONARY, HEAD, ImportedEncoder, summarize_names
 from lln_fairseq.conversion.parameter_names import CLASSIFICATION_HEAD
+from lln_fairseq.conversion.to_hugging_face import require_exportable_activation
 from lln_fairseq.errors import UserError, user_errors
 from lln_fairseq.models.adapt import ATTENTION_PARAMETERS, POSITIONS, extended_rotary_base, resize_positions
 from lln_fairseq.models.lln_roberta import LLNRobertaModel, RobertaConfig
@@ -97,6 +98,7 @@ def convert(
             encoder = read_hugging_face_directory(source)
         else:
             encoder = read_fairseq_checkpoint(source, dictionary, heads)
+            require_exportable_activation(encoder.options.get("activation_fn", "gelu"))
         if attention is None:
             default = STOCK_ATTENTION if encoder.is_classifier else RobertaConfig.attention
             attention = encoder.options.get("attention", default)

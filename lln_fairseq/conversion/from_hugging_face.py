@@ -61,8 +61,15 @@ from lln_fairseq.text.special_symbols import PAD
 
 OURS = "lln_roberta"  # the models that `lln-fairseq export` writes with code
 MODEL_TYPES = (ROBERTA, "xlm-roberta", "camembert", BERT, DISTILBERT, OURS)
-# Hugging Face's activations by fairseq's names.
-ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_accurate", "gelu_pytorch_tanh": "gelu_accurate", "relu": "relu"}
+# fairseq's names of Hugging Face's activations. gelu_accurate is GELU's approximation by tanh, in whatever form.
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_accurate",
+    "gelu_fast": "gelu_accurate",
+    "gelu_pytorch_tanh": "gelu_accurate",
+    "relu": "relu",
+}
 DISTILBERT_EPS = 1e-12  # of its layer norms, which its config.json does not state
 CLASSIFIER = "ForSequenceClassification"  # ends the name of an architecture with a classification head
 LOST_HEADS = ("ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForNextSentencePrediction")
@@ -150,7 +157,7 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
     options = _read_options(source.config, source.sizes)
     options["max_positions"] = len(parameters[POSITIONS]) - POSITION_OFFSET
     if source.has_language_head:
-        parameters |= _language_head_parameters(source)
+        parameters |= _language_head_parameters(source, directory)
         options["untie_weights_roberta"] = not source.config.tie_word_embeddings
     if source.is_classifier:
         parameters |= _classifier_parameters(source, vocabulary, directory)
@@ -443,13 +450,10 @@ def _check_architecture(config: dict[str, Any], path: Path) -> None:
     position_type = config.get("position_embedding_type", "absolute")
     if position_type != "absolute":
         raise UserError(f"{path}: position_embedding_type must be absolute, got {position_type}")
-    activations = ["gelu"]  # fairseq's head uses the model's activation; Hugging Face's always uses gelu
-    if model_type in (BERT, DISTILBERT):
-        activations = list(ACTIVATIONS)
     option = "activation" if model_type == DISTILBERT else "hidden_act"
     activation = str(config.get(option, "gelu"))
-    if activation not in activations:
-        raise UserError(f"{path}: {option} must be {' or '.join(activations)}, got {activation}")
+    if activation not in ACTIVATIONS:
+        raise UserError(f"{path}: {option} must be {' or '.join(ACTIVATIONS)}, got {activation}")
 
 
 def _read_options(config: Any, sizes: ModelSizes) -> dict[str, Any]:
@@ -560,8 +564,17 @@ def _encoder_parameters(source: SourceModel, vocabulary: SourceVocabulary, direc
     return parameters
 
 
-def _language_head_parameters(source: SourceModel) -> dict[str, Tensor]:
-    """Return the parameters of the masked-language-model head by fairseq's names, without a tied output matrix."""
+def _language_head_parameters(source: SourceModel, directory: Path) -> dict[str, Tensor]:
+    """Return the parameters of the masked-language-model head by fairseq's names, without a tied output matrix.
+
+    Raises UserError if its activation is not that of the layers, as fairseq's is.
+    """
+    is_stock_roberta = source.family == ROBERTA and source.config.model_type != OURS
+    if is_stock_roberta and ACTIVATIONS[source.config.hidden_act] != "gelu":
+        raise UserError(
+            f"{directory / CONFIG}: hidden_act must be gelu, as in the language-model head of a RoBERTa, got "
+            f"{source.config.hidden_act}"
+        )
     names = head_names(source.sizes, source.family)
     parameters = {name.fairseq: source.tensors[name.hugging_face] for name in names}
     if not source.config.tie_word_embeddings:

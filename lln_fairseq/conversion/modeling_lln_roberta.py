@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import RobertaConfig, RobertaForMaskedLM, RobertaForSequenceClassification, RobertaModel
-from transformers.models.roberta.modeling_roberta import RobertaClassificationHead, RobertaSelfAttention
+from transformers.activations import ACT2FN
+from transformers.models.roberta.modeling_roberta import RobertaClassificationHead, RobertaLMHead, RobertaSelfAttention
 from transformers.models.roberta_prelayernorm.modeling_roberta_prelayernorm import (
     RobertaPreLayerNormAttention,
     RobertaPreLayerNormIntermediate,
@@ -405,7 +406,20 @@ class LLNRobertaForMaskedLM(RobertaForMaskedLM):
     def __init__(self, config: LLNRobertaConfig) -> None:
         super().__init__(config)
         self.roberta = LLNRobertaModel(config)
+        self.lm_head = LLNRobertaLMHead(config)
         self.post_init()
+
+
+class LLNRobertaLMHead(RobertaLMHead):
+    """RoBERTa's masked-language-model head with the activation of the layers, as in fairseq; RoBERTa's has GELU."""
+
+    def __init__(self, config: LLNRobertaConfig) -> None:
+        super().__init__(config)
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, features: Tensor, **unused: Any) -> Tensor:
+        """Return the logits (B, N, V) of features (B, N, C)."""
+        return self.decoder(self.layer_norm(self.activation(self.dense(features))))
 
 
 class LLNRobertaClassificationHead(RobertaClassificationHead):

@@ -1,8 +1,8 @@
 """Convert a model of this project to a Hugging Face configuration and tensors.
 
-A model with softmax attention becomes a stock RoBERTa, unless it has rotary positions, other places of layer norms or
-DistilBERT's classification head. Such models, LLN, LLN+Diag and blocks need code that is shipped with the exported
-model: modeling_lln_roberta.py, ops/formula.py and ops/rotary.py.
+A model with softmax attention becomes a stock RoBERTa, unless it has rotary positions, other places of layer norms,
+DistilBERT's classification head, or a language-model head with another activation than GELU. Such models, LLN, LLN+Diag
+and blocks need code that is shipped with the exported model: modeling_lln_roberta.py, ops/formula.py and ops/rotary.py.
 """
 
 from collections.abc import Mapping
@@ -47,8 +47,9 @@ MODELING_OPTIONS = {
 POOLER_ACTIVATIONS = ("tanh", "relu")  # of the classification head; stock RoBERTa's is the first
 PURPOSES = ("ForMaskedLM", "ForSequenceClassification")  # suffixes of the class names in transformers
 SENTENCE_VECTORS = ""  # the purpose of a model without a head
+# Hugging Face's names of the activations of the layers, by fairseq's.
+ACTIVATIONS = {"gelu": "gelu", "gelu_accurate": "gelu_new", "gelu_fast": "gelu_new", "relu": "relu"}
 REQUIRED_OPTIONS = {  # the options of which Hugging Face's RoBERTa supports a single value
-    "activation_fn": "gelu",
     "pooling": "first",
     "pooler_dim": None,
     "two_towers": False,
@@ -101,6 +102,8 @@ def convert_to_hugging_face(
     is_stock = args.attention == STOCK_ATTENTION and not rotary and not sizes.pre_norm and sizes.embedding_norm
     if head and args.pooler_activation_fn != POOLER_ACTIVATIONS[0]:
         is_stock = False
+    if not head and not is_encoder and args.activation_fn != "gelu":  # stock RoBERTa's language-model head has gelu
+        is_stock = False
     if not is_stock:
         config |= _code_config(args.attention)
         config |= _attention_config(args.attention, attention_options, sizes.features // args.encoder_attention_heads)
@@ -142,6 +145,12 @@ def convert_to_hugging_face(
     return ExportedModel(config, tensors, purpose)
 
 
+def require_exportable_activation(activation: str) -> None:
+    """Raise UserError if the activation of the layers, by fairseq's name, cannot be exported."""
+    if activation not in ACTIVATIONS:
+        raise UserError(f"activation_fn={activation} cannot be exported: choose from {', '.join(ACTIVATIONS)}")
+
+
 def longest_exported_sequence(config: Mapping[str, Any]) -> int:
     """Return the length in tokens of the longest sequence that a model with this config.json accepts."""
     return config["max_position_embeddings"] - POSITION_OFFSET
@@ -176,6 +185,7 @@ def _check_options(args: Any, attention_options: Mapping[str, Any]) -> None:
         value = getattr(args, option, required)
         if value != required:
             raise UserError(f"{option}={value} cannot be exported: Hugging Face's RoBERTa supports only {required}")
+    require_exportable_activation(args.activation_fn)
     activation = getattr(args, "pooler_activation_fn", POOLER_ACTIVATIONS[0])
     if activation not in POOLER_ACTIVATIONS:
         raise UserError(
@@ -198,7 +208,7 @@ def _roberta_config(args: Any, sizes: ModelSizes) -> dict[str, Any]:
         "num_hidden_layers": sizes.layers,
         "num_attention_heads": args.encoder_attention_heads,
         "intermediate_size": sizes.ffn_features,
-        "hidden_act": args.activation_fn,
+        "hidden_act": ACTIVATIONS[args.activation_fn],
         "hidden_dropout_prob": args.dropout,
         "attention_probs_dropout_prob": args.attention_dropout,
         "classifier_dropout": args.pooler_dropout,

@@ -69,7 +69,11 @@ BAD_DIRECTORIES = {
     ),
     "activation": (
         lambda config, tensors, folder: config.update(hidden_act="silu"),
-        "hidden_act must be gelu, got silu",
+        "hidden_act must be gelu or gelu_python or gelu_new or gelu_fast or gelu_pytorch_tanh or relu, got silu",
+    ),
+    "activation of the head": (
+        lambda config, tensors, folder: config.update(hidden_act="relu"),
+        "hidden_act must be gelu, as in the language-model head of a RoBERTa, got relu",
     ),
     "layers": (
         lambda config, tensors, folder: config.update(num_hidden_layers=10**9),

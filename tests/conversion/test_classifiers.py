@@ -109,6 +109,24 @@ def test_classifier_comes_out_and_in_again(kind, classifiers, tmp_path):
     assert has_code == (kind == "distilbert")  # RoBERTa's head has another activation
 
 
+@pytest.mark.parametrize(
+    ("kind", "activation"),
+    [("bert", "gelu_python"), ("bert", "gelu_fast"), ("roberta", "gelu_new"), ("distilbert", "relu")],
+)
+def test_activation_of_layers_is_exported(kind, activation, tmp_path):
+    option = "activation" if kind == "distilbert" else "hidden_act"
+    model = make_classifier(kind, tmp_path / "in", **{option: activation})
+    convert(tmp_path / "in", tmp_path / "converted")
+
+    export(tmp_path / "converted/model.pt", tmp_path / "out")
+    convert(tmp_path / "out", tmp_path / "again")
+
+    expected = transformers_logits(model, tmp_path / "in", INPUTS)
+    actual = transformers_logits(load_exported(tmp_path / "out"), tmp_path / "out", INPUTS)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(our_logits(tmp_path / "again/model.pt", INPUTS), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_classifier_of_this_project_is_converted_after_an_export(classifiers, tmp_path):
     advice = "convert the directory that `lln-fairseq export` writes"
     for kind in ("bert", "roberta"):

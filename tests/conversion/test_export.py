@@ -177,6 +177,7 @@ LLN_MODELS = {
     "lln rotary": ("--rotary", "--rotary-base", 500),
     "softmax rotary": ("--rotary", "--rotary-base", 500),
     "softmax pre-norm": PRE_NORM,
+    "softmax tanh-gelu": ("--activation-fn", "gelu_accurate"),
     "lln_diag rotary pre-norm": ("--rotary", *PRE_NORM, "--layernorm-embedding", "--softmax-layers", "1"),
     "lln_diag softmax": ("--lln-diag-mix", "joint_offset", "--lln-diag-gain", "learned", "--softmax-layers", "1"),
 }
@@ -194,6 +195,7 @@ LLN_MODELS = {
         "block_diag global",
         "softmax rotary",
         "softmax pre-norm",
+        "softmax tanh-gelu",
         "lln_diag rotary pre-norm",
         "window rotary pre-norm",
     ),
@@ -605,7 +607,10 @@ def test_added_tokens_and_prefix_space_are_exported(kind, tmp_path):
     ("options", "message"),
     [
         (("--attention", "performer"), "performer cannot be exported: choose from softmax, lln, lln_diag, block_diag"),
-        (("--attention", "softmax", "--activation-fn", "relu"), "activation_fn=relu cannot be exported"),
+        (
+            ("--attention", "softmax", "--activation-fn", "tanh"),
+            "activation_fn=tanh cannot be exported: choose from gelu, gelu_accurate, gelu_fast, relu",
+        ),
         (("--attention", "lln", "--pooling", "mean"), "pooling=mean cannot be exported"),
     ],
 )

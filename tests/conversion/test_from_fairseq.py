@@ -90,6 +90,11 @@ def replace_parameter(state, name, value):
     return {**state, "model": parameters}
 
 
+def with_activation(state, name):
+    state["cfg"]["model"]["activation_fn"] = name
+    return state
+
+
 # For each case: a function from the state of a checkpoint to a bad one, and a regular expression for the error.
 BAD_CHECKPOINTS = {
     "nothing": (None, "no such directory or checkpoint"),
@@ -104,6 +109,10 @@ BAD_CHECKPOINTS = {
     "missing": (
         lambda state: replace_parameter(state, "layers.1.fc1.bias", None),
         r"lacks encoder.sentence_encoder.layers.1.fc1.bias",
+    ),
+    "activation": (
+        lambda state: with_activation(state, "tanh"),
+        "activation_fn=tanh cannot be exported: choose from gelu, gelu_accurate, gelu_fast, relu",
     ),
     "unknown": (
         lambda state: replace_parameter(state, "adapter.bias", torch.zeros(3)),
