@@ -6,7 +6,7 @@ that the run started from.
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -186,8 +186,8 @@ def changed_settings(saved: Any, cfg: DictConfig) -> list[str]:
     """
     if not isinstance(saved, Mapping):
         return []
-    before = dict(result_settings(saved))
-    now = dict(result_settings(plain_config(cfg)))
+    before = result_settings(saved)
+    now = result_settings(plain_config(cfg))
     changed = [key for key in before if key in now and _differ(before[key], now[key])]
     if "dataset.max_tokens" in before and not TOKEN_LIMITS.issubset(changed):
         changed = [key for key in changed if key not in TOKEN_LIMITS]
@@ -207,8 +207,8 @@ def _differ(before: Any, now: Any) -> bool:
     return before != now and str(before) != str(now)
 
 
-def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the settings that change the result of a run, as pairs such as ("common.seed", 1).
+def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that change the result of a run by their names, such as "common.seed".
 
     The settings are, in this order:
 
@@ -218,9 +218,9 @@ def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     - the options in COMPARED
     - the size of an update, see `_update_size`
 
-    Each group of the configuration is a dictionary, or a Namespace if its class has no dataclass. A missing group
-    yields nothing.
+    Each group of the configuration is a dictionary, or a Namespace if its class has no dataclass. It can be missing.
     """
+    settings = {}
     for group, ignored in MAY_CHANGE.items():
         options = _declared_options(group, config.get(group))
         if group == "model":
@@ -229,16 +229,16 @@ def result_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 options["softmax_layers"] = softmax_layers(options)
         for key, value in options.items():
             if key not in ignored:
-                yield f"{group}.{key}", value
+                settings[f"{group}.{key}"] = value
     name = plain_options(config.get("model")).get("_name")
     if str(name).startswith(STOCK):
-        yield "model.attention", STOCK_ATTENTION
+        settings["model.attention"] = STOCK_ATTENTION
     for group, keys in COMPARED.items():
         options = plain_options(config.get(group))
         for key in keys:
             if key in options:
-                yield f"{group}.{key}", options[key]
-    yield from _update_size(config)
+                settings[f"{group}.{key}"] = options[key]
+    return settings | _update_size(config)
 
 
 def _declared_options(group_name: str, group: Any) -> dict[str, Any]:
@@ -267,14 +267,14 @@ def _options_of_other_mechanisms(options: Mapping[str, Any]) -> set[str]:
     return {option for option, mechanism in mechanism_by_option().items() if mechanism != options["attention"]}
 
 
-def _update_size(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the maximum number of sequences and the maximum number of tokens in an update.
+def _update_size(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the maximum number of sequences and the maximum number of tokens in an update.
 
     The maximum for an update is the limit of a batch, times update_freq, times the number of workers. update_freq has
     one entry per epoch, so each maximum is a list with one number for each entry.
 
-    A maximum is NO_LIMIT if a batch has no such limit. If batches are limited by sequences, dataset.max_tokens follows.
-    Nothing is yielded if batches have neither limit, or if one of the numbers is missing or not an integer.
+    A maximum is NO_LIMIT if a batch has no such limit. If batches are limited by sequences, the result also has
+    dataset.max_tokens. It is empty if batches have neither limit, or if a number is missing or not an integer.
     """
     dataset = plain_options(config.get("dataset"))
     sequences = dataset.get("batch_size")
@@ -283,19 +283,16 @@ def _update_size(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     workers: Any = plain_options(config.get("distributed_training")).get("distributed_world_size")
 
     if not isinstance(frequencies, list) or not frequencies:
-        return
+        return {}
     numbers = (sequences or tokens, workers, *frequencies)
     if not all(isinstance(number, int) for number in numbers):
-        return
+        return {}
     batches = [workers * frequency for frequency in frequencies]
     # These names are columns of TensorBoard's HPARAMS tab.
-    if sequences:
-        yield "sequences an update", [sequences * count for count in batches]
-    else:
-        yield "sequences an update", NO_LIMIT
+    size: dict[str, Any] = {"sequences an update": NO_LIMIT, "tokens an update": NO_LIMIT}
     if tokens:
-        yield "tokens an update", [tokens * count for count in batches]
-    else:
-        yield "tokens an update", NO_LIMIT
+        size["tokens an update"] = [tokens * count for count in batches]
     if sequences:
-        yield "dataset.max_tokens", tokens or NO_LIMIT
+        size["sequences an update"] = [sequences * count for count in batches]
+        size["dataset.max_tokens"] = tokens or NO_LIMIT
+    return size

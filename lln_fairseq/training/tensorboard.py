@@ -156,7 +156,7 @@ def hparams_columns(config: Mapping[str, Any]) -> dict[str, float | str]:
     the precision. A value that is None, False or "" is left out: the tab shows an empty cell for it, or no column if no
     run has a value. A list of one element is replaced by its element.
     """
-    settings = dict(result_settings(config))
+    settings = result_settings(config)
     for key in BUDGET:
         group, name = key.split(".")
         settings[key] = plain_options(config[group]).get(name)

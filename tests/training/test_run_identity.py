@@ -1,6 +1,8 @@
 """A run resumes only with the settings, the data and the initial model that it was started with."""
 
+import lzma
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -86,18 +88,42 @@ def test_reset_meters_forgets_scores_of_other_metric(run_copy, tmp_path, monkeyp
     assert extra_state["best"] == patience["best"] == extra_state["val_loss"]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_only_runs_whose_workers_shared_sequences_cannot_resume(size, run_copy, tmp_path, monkeypatch):
-    state = torch.load(run_copy.checkpoint)
-    state["cfg"]["task"]["sequence_parallel_size"] = size  # an option of version 0.3.0
-    torch.save(state, run_copy.checkpoint)
-    arguments = (run_copy.corpus, run_copy.save_dir, *RUN_OPTIONS, "--max-update", 4)
-    if size == 1:
-        assert train(monkeypatch, tmp_path / "log", *arguments)["train"]
-        return
+@pytest.fixture
+def old_run(tmp_path):
+    """The directory of a run that version 0.3.0 started on the corpus of `started_run`."""
+    (tmp_path / "run").mkdir()
+    content = lzma.decompress((Path(__file__).parent / "run_of_0_3_0.pt.xz").read_bytes())
+    (tmp_path / "run" / "checkpoint_last.pt").write_bytes(content)
+    return tmp_path / "run"
+
+
+OLD_OPTIONS = (
+    *RUN_OPTIONS,
+    *split_options("--encoder-embed-dim 8 --encoder-ffn-embed-dim 8 --encoder-layers 1 --encoder-attention-heads 1"),
+    *("--max-update", 3),
+)
+
+
+def test_run_of_version_0_3_0_resumes(old_run, started_run, tmp_path, monkeypatch):
+    log = train(monkeypatch, tmp_path / "log", started_run.corpus, old_run, *OLD_OPTIONS)
+
+    assert log["train"][-1]["num_updates"] == "3"
+    assert "sequence_parallel_size" not in torch.load(old_run / "checkpoint_last.pt")["cfg"]["task"]
+
+
+def test_run_of_version_0_3_0_rejects_changed_settings_and_data(old_run, started_run, tmp_path, monkeypatch):
+    changes = ("--seed", 4, "--train-subset", "valid")
+    with pytest.raises(UserError, match=r"common\.seed = 3 .*; dataset\.train_subset.*; other training data"):
+        train(monkeypatch, tmp_path / "log", started_run.corpus, old_run, *OLD_OPTIONS, *changes)
+
+
+def test_run_whose_workers_shared_sequences_cannot_resume(old_run, started_run, tmp_path, monkeypatch):
+    state = torch.load(old_run / "checkpoint_last.pt")
+    state["cfg"]["task"]["sequence_parallel_size"] = 2  # an option of version 0.3.0
+    torch.save(state, old_run / "checkpoint_last.pt")
     message = r"run holds a run with task\.sequence_parallel_size=2, .*: resume it with 0\.3\.0, or start .*\)$"
     with pytest.raises(UserError, match=message):
-        train(monkeypatch, tmp_path / "log", *arguments)
+        train(monkeypatch, tmp_path / "log", started_run.corpus, old_run, *OLD_OPTIONS)
 
 
 def batch_settings(max_tokens, batch_size, update_freq=1, workers=1):
