@@ -19,7 +19,7 @@ ALLOWED_IMPORTS = {
     "text": {"errors", "files", "terminal"},
     "ops": set(),
     "attention": {"ops"},
-    "models": {"attention", "errors", "ops"},
+    "models": {"attention", "errors", "ops", "text"},
     "criterions": {"errors", "scores"},
     "analysis": {"attention", "ops"},
     "checkpoints": {"attention", "errors", "files", "models", "ops", "text"},

@@ -12,7 +12,6 @@ from hydra.core.hydra_config import HydraConfig
 from torch import Tensor, nn
 
 from lln_fairseq.attention import MECHANISMS, reject_layer_mechanism
-from lln_fairseq.attention.context import ROBERTA_PAIRS
 from lln_fairseq.checkpoints.config import (
     POSITION_OFFSET,
     STOCK_ATTENTION,
@@ -27,6 +26,7 @@ from lln_fairseq.models.adapt import EMBEDDING, POSITIONS
 from lln_fairseq.models.presets import PRESETS, SIZE_FIELDS
 from lln_fairseq.ops.rotary import BASE
 from lln_fairseq.text.labels import class_names
+from lln_fairseq.text.pairs import ROBERTA_PAIRS
 from lln_fairseq.text.vocabulary import recorded_identity
 
 LENGTHS = ("max_positions", "tokens_per_sample")  # options of our tasks that state a length

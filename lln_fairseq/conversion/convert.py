@@ -22,7 +22,6 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from lln_fairseq.attention import MECHANISMS, reject_layer_mechanism
-from lln_fairseq.attention.context import ROBERTA_PAIRS
 from lln_fairseq.checkpoints.compatibility import ANY_INPUTS, dictionary_hash
 from lln_fairseq.checkpoints.config import POSITION_OFFSET, STOCK_ATTENTION
 from lln_fairseq.checkpoints.pooling import pooling_entries
@@ -41,6 +40,7 @@ from lln_fairseq.models.options import format_softmax_layers, parse_softmax_laye
 from lln_fairseq.tasks.masked_lm import LLNMaskedLMConfig, LLNMaskedLMTask
 from lln_fairseq.tasks.sentence_prediction import LLNSentencePredictionConfig, LLNSentencePredictionTask
 from lln_fairseq.text.labels import label_dictionary
+from lln_fairseq.text.pairs import ROBERTA_PAIRS
 from lln_fairseq.text.special_symbols import BOS, EOS, PAD, format_dictionary
 from lln_fairseq.text.tokenizers import HuggingFaceTokenizer, make_tokenizer
 from lln_fairseq.text.vocabulary import MANIFEST, Vocabulary, load_vocabulary

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lln_fairseq.attention.context import ROBERTA_PAIRS
 from lln_fairseq.checkpoints.compatibility import check_tokenizer, label_names
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION
 from lln_fairseq.checkpoints.pooling import Pooling, pool_hidden_states, stored_pooling
@@ -48,6 +47,7 @@ from lln_fairseq.conversion.write_tokenizer import convert_tokenizer, count_ids,
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models.options import attention_options
+from lln_fairseq.text.pairs import ROBERTA_PAIRS
 from lln_fairseq.text.special_symbols import BOS, EOS, MASK, NUM_SPECIAL, PAD, UNKNOWN, format_dictionary
 from lln_fairseq.text.tokenizers import TOKENIZER_FILES, make_tokenizer
 from lln_fairseq.text.vocabulary import Vocabulary, vocabulary_identity

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.attention import MECHANISMS
-from lln_fairseq.attention.context import BERT_PAIRS
 from lln_fairseq.checkpoints.config import POSITION_OFFSET
 from lln_fairseq.checkpoints.reading import WRAPPERS, check_weights, load_plain_data, verify_checksums, without_wrappers
 from lln_fairseq.checkpoints.source_settings import (
@@ -57,6 +56,7 @@ from lln_fairseq.errors import UserError, first_line
 from lln_fairseq.models.adapt import EMBEDDING, POSITIONS, SECOND_TEXT
 from lln_fairseq.models.options import format_softmax_layers
 from lln_fairseq.text.labels import label_dictionary
+from lln_fairseq.text.pairs import BERT_PAIRS
 from lln_fairseq.text.special_symbols import PAD
 
 OURS = "lln_roberta"  # the models that `lln-fairseq export` writes with code

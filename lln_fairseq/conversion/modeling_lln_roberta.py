@@ -1,8 +1,8 @@
 """RoBERTa for transformers with Linear Log-Normal attention (arXiv 2311.13541), with or without block-diagonal softmax.
 
-This file is shipped with every exported model that is no stock RoBERTa, beside formula.py and rotary.py, from which it
-then imports the mathematics. They need only torch and transformers, and use the kernels of lln_fairseq if that package
-is installed.
+This file is shipped with every exported model that is no stock RoBERTa, beside formula.py, rotary.py and pairs.py, from
+which it then imports. They need only torch and transformers, and use the kernels of lln_fairseq if that package is
+installed.
 
 Shapes: B sequences, H heads, N tokens, D features of a head, C = H D features of a token. The argument `padded` is a
 bool tensor (B, N) that is True at padding, or None without padding.
@@ -34,11 +34,11 @@ from lln_fairseq.ops.formula import (
     alpha_beta,
     attend_to_all_keys,
     compute_dtype,
-    first_segment_lengths,
     hybrid_formula,
     standard_deviations,
 )
 from lln_fairseq.ops.rotary import rotary_factors, rotate
+from lln_fairseq.text.pairs import first_segment_lengths
 
 try:
     from lln_fairseq.ops.block_diag import block_diag_attention

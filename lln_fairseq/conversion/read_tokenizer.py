@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lln_fairseq.attention.context import BERT_PAIRS, DISTILBERT_PAIRS, ROBERTA_PAIRS
 from lln_fairseq.conversion import tokenizer_json
 from lln_fairseq.errors import UserError, first_line
+from lln_fairseq.text.pairs import BERT_PAIRS, DISTILBERT_PAIRS, ROBERTA_PAIRS
 from lln_fairseq.text.special_symbols import MASK, SPECIAL_SYMBOLS
 from lln_fairseq.text.tokenizers import TOKENIZER_FILES, HuggingFaceTokenizer, make_tokenizer
 from lln_fairseq.text.vocabulary import Vocabulary

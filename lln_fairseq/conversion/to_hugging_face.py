@@ -2,7 +2,8 @@
 
 A model with softmax attention becomes a stock RoBERTa, unless it has rotary positions, other places of layer norms,
 DistilBERT's classification head, or a language-model head with another activation than GELU. Such models, LLN, LLN+Diag
-and blocks need code that is shipped with the exported model: modeling_lln_roberta.py, ops/formula.py and ops/rotary.py.
+and blocks need code that is shipped with the exported model: modeling_lln_roberta.py, ops/formula.py, ops/rotary.py and
+text/pairs.py.
 """
 
 from collections.abc import Mapping
@@ -34,6 +35,7 @@ from lln_fairseq.models.options import parse_softmax_layers
 from lln_fairseq.ops import formula
 from lln_fairseq.ops import rotary as rotary_positions
 from lln_fairseq.ops.moment_matching import calibration_table
+from lln_fairseq.text import pairs
 from lln_fairseq.text.special_symbols import BOS, EOS, PAD
 
 MODELING = "modeling_lln_roberta"
@@ -164,10 +166,10 @@ def modeling_files() -> dict[str, bytes]:
     """
     modeling = Path(__file__).with_name(f"{MODELING}.py").read_text(encoding="utf-8")
     files = {}
-    for file in (formula.__file__, rotary_positions.__file__):
-        assert file is not None
-        path = Path(file)
-        modeling = modeling.replace(f"from lln_fairseq.ops.{path.stem} import", f"from .{path.stem} import")
+    for module in (formula, rotary_positions, pairs):
+        assert module.__file__ is not None
+        path = Path(module.__file__)
+        modeling = modeling.replace(f"from {module.__name__} import", f"from .{path.stem} import")
         files[path.name] = path.read_bytes()
     files[f"{MODELING}.py"] = modeling.encode()
     return files

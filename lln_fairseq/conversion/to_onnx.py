@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lln_fairseq.attention.context import second_text
 from lln_fairseq.checkpoints.pooling import Pooling, pool_hidden_states
 from lln_fairseq.conversion.directory import write_large
 from lln_fairseq.conversion.silence import silence
 from lln_fairseq.conversion.to_hugging_face import longest_exported_sequence
 from lln_fairseq.errors import UserError, first_line
+from lln_fairseq.text.pairs import second_text
 from lln_fairseq.text.special_symbols import BOS, EOS, NUM_SPECIAL, PAD
 
 FILE = "model.onnx"

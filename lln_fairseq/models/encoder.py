@@ -15,9 +15,10 @@ from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import Tensor, nn
 
 from lln_fairseq.attention import LAYER_REGISTRY, Attention, Context, build_layer, reject_layer_mechanism
-from lln_fairseq.attention.context import BERT_PAIRS, first_segment_lengths, read_batch, second_text
+from lln_fairseq.attention.context import read_batch
 from lln_fairseq.models.layer import LLNEncoderLayer
 from lln_fairseq.models.options import attention_options, parse_softmax_layers
+from lln_fairseq.text.pairs import BERT_PAIRS, first_segment_lengths, second_text
 
 SOFTMAX = "softmax"  # the registered name of the attention of softmax_layers
 

@@ -18,13 +18,13 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from lln_fairseq.attention import MECHANISMS
-from lln_fairseq.attention.context import PAIR_FORMS, ROBERTA_PAIRS
 from lln_fairseq.errors import user_errors
 from lln_fairseq.models.adapt import adapt_state_dict
 from lln_fairseq.models.encoder import LLNRobertaEncoder
 from lln_fairseq.models.options import attention_fields
 from lln_fairseq.models.presets import PRESETS, SIZE_FIELDS
 from lln_fairseq.ops.rotary import BASE
+from lln_fairseq.text.pairs import PAIR_FORMS, ROBERTA_PAIRS
 
 ACTIVATIONS = ChoiceEnum(utils.get_available_activation_fns())
 DEFAULT_PRESET = "base"
@@ -206,7 +206,6 @@ class LLNRobertaModel(RobertaModel):
             classification_head_name: the head to apply to the pooled features. None: no classification.
             other_tokens: token ids (B, M) of the second text, which the encoder processes separately. Required for a
                 classification with `two_towers` and ignored otherwise.
-
             kwargs: further arguments of the encoder, such as `masked_tokens` and the `first_lengths` of src_tokens.
 
         Returns:
@@ -214,11 +213,9 @@ class LLNRobertaModel(RobertaModel):
             scores (B, classes). Second, fairseq's dictionary of further outputs. With two towers the head's input is
             [a, b, a ∘ b, a - b] for the pooled features a of src_tokens and b of other_tokens.
         """
-
         if classification_head_name is None:
             return super().forward(src_tokens, features_only, return_all_hiddens, **kwargs)
         x, extra = self.encoder(src_tokens, True, return_all_hiddens, **kwargs)
-
         pooled = self._pool(x, src_tokens)
         if self.args.two_towers:
             other_features, _ = self.encoder(other_tokens, True)

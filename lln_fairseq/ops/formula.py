@@ -80,7 +80,6 @@ LOG_SIGMA2_LIMIT = 24.0
 
 # A first segment has at most this many global tokens, so that the cost stays linear in the length of the sequence.
 MAX_FIRST_SEGMENT = 128
-ROBERTA_PAIRS = "roberta"  # the form of a pair of texts `<s> A </s></s> B </s>`; all others are `<s> A </s> B </s>`
 
 
 @dataclass(frozen=True)
@@ -535,23 +534,3 @@ def interpolate(x: Tensor, xs: Tensor, ys: Tensor) -> Tensor:
     left = right - 1
     slope = (ys[right] - ys[left]) / (xs[right] - xs[left])
     return ys[left] + slope * (x - xs[left])
-
-
-def first_segment_lengths(tokens: Tensor, eos: int, pair_form: str = ROBERTA_PAIRS, pad: int = 1) -> Tensor:
-    """Return the number of tokens in the first segment of every sequence, int64 (B,), from 1 to N.
-
-    In a pair, the first segment is `<s> A </s>`. If a sequence is not a pair, its first segment is its first token: it
-    has no two adjacent </s>, or in a form with one </s> between the texts, nothing but padding follows its first </s>.
-    The computation does not synchronize with a GPU.
-    """
-    is_end = ends_first_text(tokens, eos, pair_form, pad)
-    tokens_before = is_end.cumsum(dim=1).eq(0).sum(dim=1)  # all of them if the sequence is not a pair
-    return torch.where(is_end.any(dim=1), tokens_before + 1, 1)
-
-
-def ends_first_text(tokens: Tensor, eos: int, pair_form: str, pad: int) -> Tensor:
-    """Return True for every </s> that can end the first text of a pair, bool (B, N - 1): the first one of them does."""
-    following = tokens[:, 1:]
-    if pair_form == ROBERTA_PAIRS:
-        return tokens[:, :-1].eq(eos) & following.eq(eos)
-    return tokens[:, :-1].eq(eos) & following.ne(pad)

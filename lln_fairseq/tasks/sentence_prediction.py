@@ -18,12 +18,12 @@ from fairseq.tasks.sentence_prediction import SentencePredictionConfig, Sentence
 from omegaconf import II, OmegaConf, open_dict
 from omegaconf.errors import InterpolationKeyError
 
-from lln_fairseq.attention.context import ROBERTA_PAIRS
 from lln_fairseq.checkpoints.compatibility import label_names, longest_sequence
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.errors import UserError, user_errors
 from lln_fairseq.models import LLNRobertaModel
 from lln_fairseq.text.checks import check_labels, check_lines, check_targets, read_symbols, require_same_symbols
+from lln_fairseq.text.pairs import ROBERTA_PAIRS
 from lln_fairseq.text.sentence_datasets import (
     count_cut_rows,
     has_targets,

@@ -2,6 +2,7 @@
 
 `tokenizers` and `vocabulary` load or train a tokenizer together with its dict.txt. `encode` turns lines into token ids
 on several cores, `text_ids` single texts for prediction, and `binary_format` writes fairseq's .bin and .idx files.
+`pairs` finds the two texts of a pair in token ids.
 
 The fairseq tasks of this project use `checks`, which detects damaged data, and `sentence_datasets` and `long_lines`,
 which define data sets that fairseq lacks.

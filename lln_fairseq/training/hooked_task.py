@@ -36,7 +36,6 @@ class HookedTask(FairseqTask):
         self.run_origin: dict[str, str] = {}  # hashes, see run_identity.py; stays empty in workers that do not save
         self.loss_scale = LossScaleMonitor()
         self.resume = ExactResume(cfg, self.loss_scale)
-
         self.layer_scalars = LayerScalars(cfg)
         self.probe = AttentionProbe(cfg)
         self.padding_report = PaddingReport()
@@ -74,7 +73,6 @@ class HookedTask(FairseqTask):
         # By default, fairseq rounds batch sizes down to a multiple of 8 and drops the remaining rows at the end of a
         # data set, in training and in validation.
         kwargs["required_batch_size_multiple"] = 1
-
         iterator = super().get_batch_iterator(dataset, max_tokens, max_sentences, max_positions, **kwargs)
         # Persistent loader processes keep a copy of the data set in its first epoch, so they would mask the same tokens
         # in every epoch.
@@ -119,7 +117,6 @@ class HookedTask(FairseqTask):
         self.probe.before_step(model, update_num, self.datasets)
         self.resume.before_step(optimizer)
         self.loss_scale.before_step(optimizer)
-
         criterion = self._with_autocast(criterion)
         with self.layer_scalars.observe(model, update_num) as layers:
             loss, sample_size, log = super().train_step(sample, model, criterion, optimizer, update_num, ignore_grad)

@@ -281,7 +281,6 @@ def _update_size(config: Mapping[str, Any]) -> dict[str, Any]:
     tokens = dataset.get("max_tokens")
     frequencies = plain_options(config.get("optimization")).get("update_freq")
     workers: Any = plain_options(config.get("distributed_training")).get("distributed_world_size")
-
     if not isinstance(frequencies, list) or not frequencies:
         return {}
     numbers = (sequences or tokens, workers, *frequencies)

@@ -7,7 +7,6 @@ functions of this module in the place of fairseq's, which they get as the argume
     call_main                           start_run checks the options, locks save_dir and starts the workers
       main, in every worker             run_worker prepares the process
         setup_task                      HookedTask.__init__ creates the hooks
-
         load_dataset                    HookedTask.load_dataset loads the validation data
         load_checkpoint                 prepare_training checks the settings together with the task
           Trainer.load_checkpoint       restore_checkpoint checks that a checkpoint fits, and loads it
@@ -64,7 +63,6 @@ def start_run(run_in_worker: Callable, original: Callable, cfg: Any, main: Calla
     """
     settings.check_known_options(cfg)
     settings.check_ranges(cfg)
-
     settings.check_devices(cfg)
     if cfg.model is not None:
         settings.check_criterion(cfg)

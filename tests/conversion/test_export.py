@@ -24,7 +24,6 @@ from transformers import (
 
 from lln_fairseq import load
 from lln_fairseq.__main__ import main
-from lln_fairseq.attention.context import first_segment_lengths
 from lln_fairseq.conversion.convert import build_checkpoint, convert
 from lln_fairseq.conversion.directory import new_directory
 from lln_fairseq.conversion.export import export
@@ -33,6 +32,7 @@ from lln_fairseq.conversion.to_hugging_face import convert_to_hugging_face
 from lln_fairseq.conversion.write_tokenizer import NORMALIZATION, TIES, convert_tokenizer, describe_differences
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
+from lln_fairseq.text.pairs import first_segment_lengths
 from lln_fairseq.text.text_ids import TextIds
 from lln_fairseq.text.tokenizers import SentencePieceTokenizer, make_tokenizer, train_sentencepiece
 from lln_fairseq.text.vocabulary import Vocabulary, load_vocabulary, new_vocabulary
