@@ -31,7 +31,7 @@ PROGRAMS = {
     "convert": Program("conversion.convert", "convert a Hugging Face or fairseq model to a checkpoint"),
     "export": Program("conversion.export", "convert a checkpoint to Hugging Face format or ONNX"),
     "linearize": Program(
-        "linearize.linearize",
+        "linearize.program",
         "replace the softmax attention of a trained encoder",
         "interrupted; the same command continues from the last saved step",
     ),

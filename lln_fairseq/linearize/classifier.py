@@ -8,9 +8,9 @@ from torch.utils.tensorboard import SummaryWriter
 
 from lln_fairseq.errors import UserError
 from lln_fairseq.linearize.dev_scores import DevScores
-from lln_fairseq.linearize.linearization import Linearization
 from lln_fairseq.linearize.progress import Progress
 from lln_fairseq.linearize.softmax_layers import Distance, classifier_distance, layer_list, mixed_attentions
+from lln_fairseq.linearize.stages import Linearization
 from lln_fairseq.linearize.task_rows import TaskRows
 from lln_fairseq.models import LLNRobertaModel
 

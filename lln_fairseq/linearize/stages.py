@@ -1,4 +1,4 @@
-"""What the linearization of a text encoder and that of a classifier have in common."""
+"""The stages of a linearization, which those of a text encoder and of a classifier share."""
 
 import argparse
 import copy
@@ -16,7 +16,7 @@ from lln_fairseq.models.options import parse_softmax_layers
 
 
 class Linearization:
-    """Base class of the runs of linearize. A subclass loads the data, and trains and reports the stages in `train`.
+    """Base class of the linearizations. A subclass loads the data, and trains and reports the stages in `train`.
 
     Attributes:
         model: the teacher, until `fold` turns it into the linear model in place

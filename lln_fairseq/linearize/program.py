@@ -37,10 +37,10 @@ from lln_fairseq.errors import user_errors
 from lln_fairseq.linearize import teacher
 from lln_fairseq.linearize.classifier import ClassifierLinearization
 from lln_fairseq.linearize.dev_scores import format_score
-from lln_fairseq.linearize.linearization import Linearization
 from lln_fairseq.linearize.progress import Progress
 from lln_fairseq.linearize.softmax_layers import number_layers
-from lln_fairseq.linearize.text import HELD_OUT_COUNT, TextLinearization
+from lln_fairseq.linearize.stages import Linearization
+from lln_fairseq.linearize.text_encoder import HELD_OUT_COUNT, TextLinearization
 from lln_fairseq.models import LLNRobertaModel
 from lln_fairseq.models.adapt import ATTENTION_PARAMETERS
 from lln_fairseq.models.lln_roberta import RobertaConfig
