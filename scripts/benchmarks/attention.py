@@ -280,13 +280,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add_device_options(parser, DTYPES)
     parser.set_defaults(dtype="float32")
     parser.add_argument("--png", type=output_file, help="draw the results to this file, on logarithmic axes")
-    parser.add_argument("--smoke", action="store_true", help="check that everything runs: tiny sizes, one repeat")
     args = parser.parse_args(argv)
-    if args.smoke:
-        args.lengths = [64, 128]
-        args.heads = 2
-        args.head_dim = 32
-        args.repeats = 1
     args.memory = args.memory and (args.device == "cuda" or can_measure_resident_peak())
     try:
         for name in args.attentions:

@@ -10,9 +10,9 @@ configs/model/lra.yaml, at the lengths of the Long Range Arena's tasks and their
 All attentions are timed in turn, repeat by repeat, and the tables show the medians. Each has a model and optimizer
 of its own in memory: give fewer --attentions if they do not fit. `softmax` is torch's fused kernel, which fairseq's own
 RoBERTa also calls with torch 2. `softmax_matrix` builds the N x N matrix, as fairseq did when the paper was written.
-A layout of configs/layout is named like an attention. As in fairseq, half precision has float32 master
-weights, but the loss scale of float16 is constant. Peak memory is that of a model alone, as torch reports it on a GPU;
-on a CPU it is the peak of the resident set of a child process.
+A layout of configs/layout is named like an attention. As in fairseq, half precision has float32 master weights, but
+the loss scale of float16 is constant. Peak memory is that of a model alone, as torch reports it on a GPU; on a CPU it
+is the peak of the resident set of a child process.
 """
 
 import argparse
@@ -338,7 +338,7 @@ def matrix_argument(text: str) -> str:
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parse the arguments, fill in the defaults that depend on others, and set torch's number of threads.
 
-    The namespace also has `training`, `batch` and `vocabulary`, which no option sets.
+    The namespace also has `training`, `batch`, `vocabulary` and `attention_dropout`, which no option sets.
     """
     parser = program_parser("python -m scripts.benchmarks.model", __doc__)
     has_gpu = torch.cuda.is_available()
@@ -358,21 +358,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--tokens", type=int, default=1, help="tokens per iteration at every length (default: 1 sequence)"
     )
     parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument(
-        "--attention-dropout",
-        type=float,
-        help="default: 0.1 on a GPU; 0 on a CPU, where torch's fused softmax has no dropout and would build the matrix",
-    )
     parser.add_argument("--threads", type=at_least_one, default=torch.get_num_threads(), help="threads on a CPU")
     parser.add_argument("--repeats", type=at_least_one, default=5)
-    parser.add_argument("--smoke", action="store_true", help="check that everything runs: tiny sizes, one repeat")
     add_device_options(parser, DTYPES)
     parser.set_defaults(training=Training)
     args = parser.parse_args(argv)
-    if args.smoke:
-        args.preset = "tiny"
-        args.lengths = [96]  # longer than a block, and than the number of landmarks
-        args.repeats = 1
     args.vocabulary = SMALL_VOCABULARY if args.preset in ("nano", "tiny") else VOCABULARY
     args.batch = f"{args.tokens} tokens" if args.tokens > 1 else 1
     if args.tasks:
@@ -389,8 +379,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     on_gpu = args.device == "cuda"
     if args.dtype is None:
         args.dtype = "float16" if on_gpu else "float32"
-    if args.attention_dropout is None:
-        args.attention_dropout = 0.1 if on_gpu else 0.0
+    # On a CPU, torch's fused softmax has no dropout and would build the matrix.
+    args.attention_dropout = 0.1 if on_gpu else 0.0
     args.memory = args.memory and (on_gpu or can_measure_resident_peak())
     torch.set_num_threads(args.threads)
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # otherwise softmax_matrix would compute in float32

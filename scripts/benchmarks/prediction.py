@@ -5,12 +5,12 @@
         --attentions softmax block_diag:block_size=128,global_tokens=first_segment
 
 The models get the token ids of a single sequence of each length, or of a pair with --first-text. With --mixed, they
-also get many sequences of mixed lengths, which are padded in batches. The loaded models run in every precision that is
-faster than float32 on this processor, transformers with torch's fused softmax attention (sdpa) in float32 and bfloat16,
-and the exported models in onnxruntime in float32 and 8 bits, if it is installed. Attentions that are not the default
-ones are only loaded; layouts of configs/layout are named like attentions. onnxruntime holds all
-attention weights of softmax, which takes more than 10 GB for 8,192 tokens: leave those models out with --without
-"onnxruntime, softmax" "onnxruntime, softmax, 8 bits".
+also get many sequences of mixed lengths, padded in batches; with --first-text they are pairs, such as a query with many
+passages. The loaded models run in every precision that is faster than float32 on this processor, transformers with
+torch's fused softmax attention (sdpa) in float32 and bfloat16, and the exported models in onnxruntime in float32 and 8
+bits, if it is installed. Attentions that are not the default ones are only loaded; layouts of configs/layout are named
+like attentions. onnxruntime holds all attention weights of softmax, which takes more than 10 GB for 8,192 tokens: leave
+those models out with --without "onnxruntime, softmax".
 
 The models have random weights and two classes, and nothing is downloaded. Before anything is timed, the logits of the
 float32 models are compared with those of the loaded ones: a difference raises RuntimeError. All models are timed in
@@ -25,7 +25,7 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,6 @@ EIGHT_BITS = ", 8 bits"  # ends the names of quantized models
 LOW_PRECISIONS = ("bfloat16", "int8")  # of loaded models
 INEXACT = (EIGHT_BITS, *(f", {precision}" for precision in LOW_PRECISIONS))  # ends of the names of inexact models
 ONNX = "onnxruntime"
-ONNX_MODELS = [f"{ONNX}, {attention}{bits}" for attention in (SOFTMAX, LINEAR) for bits in ("", EIGHT_BITS)]
 NUM_WORDS = 2000  # different words in the sentences on which the tokenizer is trained
 NUM_PIECES = 1000  # vocabulary size of the tokenizer
 LABELS = ("0", "1")
@@ -185,9 +184,7 @@ def load_onnx(path: Path, threads: int) -> Logits:
     return logits
 
 
-def build_models(
-    preset: str, directory: Path, data: Path, max_positions: int, args: argparse.Namespace
-) -> dict[str, Logits]:
+def build_models(directory: Path, data: Path, max_positions: int, args: argparse.Namespace) -> dict[str, Logits]:
     """Write the checkpoints and the exported models to the directory, and return the models to time, by name.
 
     The models of onnxruntime are not written if --without names all of them.
@@ -195,15 +192,15 @@ def build_models(
     from lln_fairseq.conversion.export import export
 
     has_onnx = all(importlib.util.find_spec(name) for name in ("onnxruntime", "onnxscript"))
-    with_onnx = has_onnx and any(is_wanted(name, args.without) for name in ONNX_MODELS)
+    with_onnx = has_onnx and ONNX not in args.without
     models: dict[str, Logits] = {}
     for number, attention in enumerate(args.attentions):
-        checkpoint = directory / f"{preset}_{number}.pt"
-        write_checkpoint(checkpoint, data, preset, attention, max_positions)
+        checkpoint = directory / f"{number}.pt"
+        write_checkpoint(checkpoint, data, args.preset, attention, max_positions)
         if attention not in (SOFTMAX, LINEAR):
             models |= load_checkpoint_models(checkpoint, data, attention)
             continue
-        exported = directory / f"{preset}_{attention}_hf"
+        exported = directory / f"{attention}_hf"
         export(checkpoint, exported, data, onnx=with_onnx, int8=with_onnx)
         if attention == SOFTMAX:
             models[SDPA] = load_transformers(exported)
@@ -213,12 +210,7 @@ def build_models(
             name = f"{ONNX}, {attention}"
             models[name] = load_onnx(exported / "model.onnx", args.threads)
             models[name + EIGHT_BITS] = load_onnx(exported / "model_quantized.onnx", args.threads)
-    return {name: model for name, model in models.items() if is_wanted(name, args.without)}
-
-
-def is_wanted(name: str, without: Sequence[str]) -> bool:
-    """Return False for a model that --without names, and for all models of onnxruntime if it names ONNX itself."""
-    return name not in without and not (ONNX in without and name.startswith(ONNX))
+    return {name: model for name, model in models.items() if not name.startswith(tuple(args.without))}
 
 
 def random_tokens(length: int, first_text: int | None = None) -> Tensor:
@@ -298,13 +290,17 @@ def mixed_lengths() -> list[int]:
     return [round(shortest * (longest / shortest) ** generator.random()) for _ in range(MIXED_SEQUENCES)]
 
 
-def mixed_table(models: dict[str, Logits], repeats: int) -> str:
-    """Time every model on sequences of mixed lengths, in batches by length and as they come, and return a table."""
+def mixed_table(models: dict[str, Logits], first_text: int | None, repeats: int) -> str:
+    """Time every model on sequences of mixed lengths, in batches by length and as they come, and return a table.
+
+    With `first_text`, the sequences are pairs, like a query with many passages.
+    """
     from fairseq.data.data_utils import collate_tokens
 
     from lln_fairseq.text.text_ids import batch_by_length
 
-    samples = [random_tokens(length) for length in mixed_lengths()]
+    shortest = 0 if first_text is None else first_text + 2
+    samples = [random_tokens(max(length, shortest), first_text) for length in mixed_lengths()]
     real_tokens = sum(len(sample) for sample in samples)
     numbers = list(range(len(samples)))
     batches_in_order = [numbers[start : start + MIXED_BATCH] for start in range(0, len(samples), MIXED_BATCH)]
@@ -332,7 +328,7 @@ def run_batches(model: Logits, batches: list[Tensor]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = program_parser("python -m scripts.benchmarks.prediction", __doc__)
-    parser.add_argument("--presets", nargs="+", choices=SIZES, default=["minilm"])
+    parser.add_argument("--preset", choices=SIZES, default="minilm")
     parser.add_argument(
         "--lengths",
         nargs="+",
@@ -355,7 +351,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--mixed", action="store_true", help="also time sequences of mixed lengths, for minutes")
     parser.add_argument("--threads", type=at_least_one, default=torch.get_num_threads())
     parser.add_argument(
-        "--without", nargs="+", choices=[ONNX, *ONNX_MODELS, SDPA_BFLOAT16], default=[], help="leave these out"
+        "--without",
+        nargs="+",
+        choices=[ONNX, f"{ONNX}, {SOFTMAX}", SDPA_BFLOAT16],
+        default=[],
+        help="leave out the models whose names start so",
     )
     parser.add_argument("--json", type=output_file, help="write the medians of the single sequences to this file")
     args = parser.parse_args(argv)
@@ -367,7 +367,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def benchmark(args: argparse.Namespace) -> None:
-    """Measure all presets in a temporary directory, print the tables, and write the file of --json."""
+    """Measure the models in a temporary directory, print the tables, and write the file of --json."""
     logging.disable(logging.INFO)  # warnings say which precisions are not used
     lln_fairseq.register()  # before fairseq is imported: it configures the root logger
     disable_malloc_trim()
@@ -375,23 +375,21 @@ def benchmark(args: argparse.Namespace) -> None:
     provenance = describe_provenance()
     instructions = " ".join(provenance["instructions"]) or "unknown instructions"
     heading = f"{device_name('cpu')}, {instructions}, torch {torch.__version__}"
-    content: dict[str, Any] = {"device": heading, "first_text": args.first_text, "milliseconds": {}}
     max_positions = max(MAX_POSITIONS, *args.lengths)
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         data = directory / "data"
         data.mkdir()
         write_data(data)
-        for preset in args.presets:
-            models = build_models(preset, directory, data, max_positions, args)
-            torch.set_num_threads(args.threads)
-            print(f"{preset}, {heading}")
-            times = time_lengths(models, args.lengths, args.first_text, args.repeats)
-            print(lengths_table(times), flush=True)
-            content["milliseconds"][preset] = medians(times)
-            if args.mixed:
-                print(mixed_table(models, REPEATS), flush=True)
+        models = build_models(directory, data, max_positions, args)
+        torch.set_num_threads(args.threads)
+        print(f"{args.preset}, {heading}")
+        times = time_lengths(models, args.lengths, args.first_text, args.repeats)
+        print(lengths_table(times), flush=True)
+        if args.mixed:
+            print(mixed_table(models, args.first_text, REPEATS), flush=True)
     if args.json:
+        content = {"preset": args.preset, "first_text": args.first_text, "milliseconds": medians(times)}
         write_result(args.json, content, provenance)
 
 

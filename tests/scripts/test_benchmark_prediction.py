@@ -21,44 +21,28 @@ def offline(monkeypatch, tmp_path_factory):
 def test_lengths_are_timed_for_every_model(offline, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "REPEATS", 1)
 
-    assert benchmark.main(["--presets", "tiny", "--lengths", "5", "40", "--repeats", "1", "--mixed"]) == 0
+    assert benchmark.main(["--preset", "tiny", "--lengths", "5", "40", "--repeats", "1", "--mixed"]) == 0
 
     out = capsys.readouterr().out
     for row in ("lln_diag", "transformers, sdpa", "by length", "in order"):
         assert row in out
 
 
-def test_attentions_are_timed_on_pairs(offline, tmp_path, capsys):
+def test_attentions_and_layouts_are_timed_on_pairs(offline, tmp_path, capsys):
     times = tmp_path / "times.json"
     spec = "block_diag:block_size=4,global_tokens=first_segment"
-    words = ["--presets", "tiny", "--lengths", "12", "--first-text", "5", "--attentions", "softmax", spec]
+    words = ["--preset", "small", "--lengths", "12", "--first-text", "5", "--attentions", "softmax", spec]
+    words += ["local_global", "--repeats", "1", "--without", "onnxruntime", "transformers, sdpa, bfloat16"]
 
-    assert benchmark.main([*words, "--repeats", "1", "--without", "onnxruntime", "--json", str(times)]) == 0
+    assert benchmark.main([*words, "--json", str(times)]) == 0
 
     assert benchmark.random_tokens(12, 5)[[0, 4, 5, 11]].tolist() == [0, 2, 2, 2]
     result = json.loads(times.read_text())
     assert result["provenance"]["versions"]["torch"] == torch.__version__
-    milliseconds = result["milliseconds"]["tiny"]["12"]
-    assert {"softmax", spec, "transformers, sdpa"} <= milliseconds.keys()
-    assert not any(name.startswith("onnxruntime") for name in milliseconds)
+    names = result["milliseconds"]["12"].keys()
+    assert {"softmax", spec, "local_global", "transformers, sdpa"} <= names
+    assert not any(name.startswith(("onnxruntime", "transformers, sdpa, bfloat16")) for name in names)
     assert spec in capsys.readouterr().out
-
-
-def test_local_global_is_timed(offline, capsys):
-    words = ["--presets", "small", "--lengths", "12", "--repeats", "1", "--attentions", "softmax", "local_global"]
-
-    assert benchmark.main([*words, "--without", "onnxruntime", "transformers, sdpa, bfloat16"]) == 0
-
-    out = capsys.readouterr().out
-    assert "local_global" in out
-    assert "transformers, sdpa, bfloat16" not in out
-
-
-def test_only_the_named_models_are_left_out():
-    eight_bits = "onnxruntime, softmax, 8 bits"
-    assert benchmark.is_wanted(eight_bits, ["onnxruntime, softmax"])
-    assert not benchmark.is_wanted(eight_bits, [eight_bits])
-    assert not benchmark.is_wanted(eight_bits, ["onnxruntime"])
 
 
 def test_different_logits_are_rejected():
