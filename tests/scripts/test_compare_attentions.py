@@ -6,9 +6,11 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from lln_fairseq.errors import UserError
+from lln_fairseq.inference import evaluate
+from lln_fairseq.provenance import read_commit
 from scripts import compare_attentions
 from scripts.compare_attentions import comparison_table, plot_losses, read_results
-from tests.fairseq_runs import make_classification, make_corpus
+from tests.fairseq_runs import forget_previous_run, hydra_train
 
 SMALL = (
     "run=cpu",
@@ -174,44 +176,59 @@ def test_override_that_no_run_could_follow_is_refused(override, message):
         compare_attentions.Overrides(args)
 
 
-def test_runs_finish_and_are_not_repeated(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    corpus = make_corpus(tmp_path / "lm")
-    task = make_classification(tmp_path / "task")
+@pytest.fixture
+def in_process(monkeypatch):
+    """Run trainings and evaluations in this process; return a list to which each appends its name."""
+    names = []
+
+    def call_logged(name, words, log, updates=None):
+        names.append(name.partition(":")[0])
+        program, *arguments = words[1:]
+        if program == "train":
+            hydra_train(monkeypatch, *arguments[2:], recipe=arguments[1])
+            forget_previous_run()  # closes the files of TensorBoard
+        else:
+            evaluate.main(arguments)
+
+    monkeypatch.setattr(compare_attentions, "call_logged", call_logged)
+    return names
+
+
+def test_runs_finish_and_are_not_repeated(in_process, corpus, task_data, tmp_path, capsys):
+    attention = "lln_diag:mix=joint_offset"
+    out = tmp_path / "out"
 
     def run(*options):
-        arguments = ["--attentions", "lln_diag:mix=joint_offset,elu", "--seeds", "3", "--updates", "4"]
-        arguments += ["--finetune-updates", "2", "--out", str(tmp_path / "out")]
-        arguments += [*SMALL, f"pretrain:task.data={corpus}", f"finetune:task.data={task}", *options]
-        code = compare_attentions.main(arguments)
+        arguments = ["--attentions", attention, "--seeds", "3", "--updates", "4", "--finetune-updates", "2"]
+        arguments += ["--out", str(out), *SMALL, f"pretrain:task.data={corpus}", f"finetune:task.data={task_data}"]
+        code = compare_attentions.main([*arguments, *options])
         return code, capsys.readouterr()
 
     code, first = run()
     assert code == 0
-    rows = {line.split()[0]: line.split() for line in first.out.splitlines() if line}
-    assert rows["lln_diag:mix=joint_offset"][-1] == rows["elu"][-1] == "1"
-    runs = json.loads((tmp_path / "out" / "comparison.json").read_text())["runs"]
-    assert [run["attention"] for run in runs] == ["lln_diag:mix=joint_offset", "elu"]
-    for result in runs:
-        assert (result["seed"], result["updates"][-1]) == (3, 4)
-        assert f"{result['bits'][-1]:.2f}" in rows[result["attention"]]
-        assert f"{result['scores']['demo valid']:.1f}" in rows[result["attention"]]
-    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("valid.json")}
-    written |= {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.pt")}
+    row = next(line.split() for line in first.out.splitlines() if line.startswith(attention))
+    (result,) = json.loads((out / "comparison.json").read_text())["runs"]
+    assert (result["attention"], result["seed"], result["updates"][-1]) == (attention, 3, 4)
+    assert row[1:] == [f"{result['bits'][-1]:.2f}", f"{result['scores']['demo valid']:.1f}", "1"]
+    assert [start["commit"] for start in result["starts"]] == [read_commit()[0]]
+    written = {path: path.stat().st_mtime_ns for path in [*out.rglob("valid.json"), *out.rglob("*.pt")]}
+    in_process.clear()
 
     code, second = run()
     assert code == 0
     assert {path: path.stat().st_mtime_ns for path in written} == written
+    assert in_process == ["pre-train", "fine-tune on demo"]
     assert second.out.splitlines()[-4:] == first.out.splitlines()[-4:]
 
-    before = (tmp_path / "out" / "comparison.json").read_bytes()
-    code, longer = run("--updates", "5")
-    assert code == 1
-    assert "has a run of 4 updates, not 5: give another --out" in longer.err
-    code, longer = run("--finetune-updates", "3")
-    assert code == 1
-    assert "has a run of 2 updates, not 3: give another --out" in longer.err
-    code, changed = run("pretrain:optimization.lr=[0.1]")
-    assert code == 1
-    assert "optimization.lr" in changed.err
-    assert (tmp_path / "out" / "comparison.json").read_bytes() == before
+
+def test_other_budget_of_an_existing_run_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compare_attentions, "call_logged", lambda *args: None)
+    for directory, updates in (("elu/seed1", 4), ("elu/seed1/glue/sst2", 2)):
+        (tmp_path / directory).mkdir(parents=True)
+        (tmp_path / directory / "config.yaml").write_text(f"optimization: {{max_update: {updates}}}\n")
+    words = ["--attentions", "elu", "--seeds", "1", "--out", str(tmp_path), "corpus=wikitext103", "glue=sst2"]
+
+    for updates, message in ((5, "a run of 4 updates, not 5"), (4, "a run of 2 updates, not 3")):
+        assert compare_attentions.main([*words, "--updates", str(updates), "--finetune-updates", "3"]) == 1
+        assert f"{message}: give another --out" in capsys.readouterr().err
+    assert not (tmp_path / "comparison.json").exists()

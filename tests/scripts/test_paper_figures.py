@@ -92,15 +92,17 @@ def write_run(directory, alpha, accuracy=None, updates=(10, 20, 30)):
 def test_figures_of_runs(tmp_path, capsys):
     write_run(tmp_path / "fixed", alpha=4.0, accuracy=70.0)
     write_run(tmp_path / "a=b", alpha=2.0, accuracy=80.0)
-    runs = [f"α = 4={tmp_path / 'fixed'}", str(tmp_path / "a=b" / "tensorboard"), f"matched={tmp_path / 'a=b'}"]
+    runs = [f"α = 4={tmp_path / 'fixed'}", f"matched={tmp_path / 'a=b'}"]
+    unnamed = str(tmp_path / "a=b" / "tensorboard")
 
-    assert paper_figures.main(["--only", *RUN_FIGURES, "--out", str(tmp_path), "--run", *runs]) == 0
+    assert paper_figures.main(["--only", "8", "10", "--out", str(tmp_path), "--run", *runs]) == 0
+    assert paper_figures.main(["--only", "1", "9", "--out", str(tmp_path), "--run", unnamed]) == 0  # a panel per layer
 
     for name in RUN_FIGURES:
         assert (tmp_path / f"figure_{name}.png").read_bytes().startswith(b"\x89PNG")
     assert read_csv(tmp_path / "figure_10.csv")["(a) accuracy by α", "α = 4"] == [(4.0, 70.0)]
     assert read_csv(tmp_path / "figure_10.csv")["(b) stability in fp16", "matched"][0] == (10.0, 0.1)
-    assert read_csv(tmp_path / "figure_9.csv")["matched", "layer 1"][0] == (10.0, 2.0)
+    assert read_csv(tmp_path / "figure_9.csv")["tensorboard", "layer 1"][0] == (10.0, 2.0)
     assert read_csv(tmp_path / "figure_1.csv")["tensorboard", "layer 0"][1] == (20.0, 0.05)
     assert "matched: α 2.00 (2.00 to 2.00), accuracy 80.00 %" in capsys.readouterr().out
 
