@@ -185,9 +185,10 @@ def test_every_form_of_weights_gives_float32_parameters(form, sources, copy_sour
     has_index = len(list(folder.glob("*.index.json"))) == 1
     assert has_index == ("sharded" in form)
 
-    convert(folder, tmp_path / "out", "softmax")
+    notes = convert(folder, tmp_path / "out", "softmax").notes
     convert(source, tmp_path / "whole", "softmax")
 
+    assert ("the weights are now float32, and were float16" in notes) == (form == "half")
     actual = load_parameters(tmp_path / "out")
     for name, expected in load_parameters(tmp_path / "whole").items():
         assert actual[name].dtype == torch.float32

@@ -103,20 +103,6 @@ def test_directory_of_cross_encoder_5_7_is_converted(sources, tmp_path):
         read_hugging_face_directory(source)
 
 
-@pytest.mark.parametrize(
-    ("activation", "message"),
-    [
-        ("torch.nn.modules.activation.Tanh", "the score must be Sigmoid or Identity of torch.nn, got torch.*Tanh"),
-        ("my_code.Sigmoid", "the activation of CrossEncoder must be a class of torch, got my_code.Sigmoid"),
-    ],
-)
-def test_activation_that_cannot_be_kept_is_rejected(activation, message, sources, tmp_path):
-    source = shutil.copytree(sources / "bert", tmp_path / "in")
-    change_json(source / "config.json", sentence_transformers={"activation_fn": activation})
-    with pytest.raises(UserError, match=f"config.json: .*{message}"):
-        read_hugging_face_directory(source)
-
-
 def test_classes_keep_activation_and_missing_problem_type(tmp_path):
     make_classifier("bert", tmp_path / "in")
     softmax = "torch.nn.modules.activation.Softmax"
