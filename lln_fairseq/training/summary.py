@@ -39,7 +39,7 @@ def log_summary(trainer: Trainer, iterator: EpochBatchIterating) -> None:
     ]
     done = trainer.get_num_updates()
     if done:
-        lines.append(("resumes", f"after update {done:,}"))
+        lines.append(("resumes", f"after update {done:,}, with the learning rate {trainer.get_lr():g}"))
     for name, value in lines:
         logger.info(f"{name:<11}{value}")
     warn_of_unfit_schedule(trainer, len(iterator))

@@ -23,6 +23,17 @@ def test_learning_rate_rises_and_falls_over_all_epochs(corpus, tmp_path, monkeyp
     assert learning_rates(log) == {1: 0.0005, 2: 0.001, 3: 0.0005, 4: 0.0}
 
 
+def test_finished_run_with_more_updates_says_with_which_learning_rate_it_goes_on(corpus, tmp_path, monkeypatch, caplog):
+    run_options = (*MASKED_LM, *LLN, *POLYNOMIAL, "--warmup-fraction", 0, "--max-update")
+    train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "run", *run_options, 3)
+
+    with caplog.at_level(logging.INFO):
+        log = train(monkeypatch, tmp_path / "b.log", corpus, tmp_path / "run", *run_options, 6)
+
+    assert "resumes    after update 3, with the learning rate 0.0005\n" in caplog.text
+    assert learning_rates(log)[6] == 0
+
+
 @pytest.mark.parametrize(
     ("last", "warmup", "warning"),
     [

@@ -31,7 +31,7 @@ def test_log_begins_with_summary(run_copy, tmp_path, monkeypatch, caplog):
     assert logged["batch"].startswith("at most 8 rows x 1 (update_freq) x 1 (workers); on average 7 rows, ")
     assert logged["precision"] == "fp32 on CPU"
     assert logged["watch"] == f"tensorboard --logdir {tmp_path}/tb"
-    assert logged["resumes"] == "after update 2"
+    assert logged["resumes"] == "after update 2, with the learning rate 0.001"
     assert f"saves to   {run_copy.save_dir} (config.yaml has all settings)" in lines
     assert yaml.safe_load((run_copy.save_dir / "config.yaml").read_text())["model"]["encoder_embed_dim"] == 32
     assert max(len(record.getMessage()) for record in caplog.records) < 1000
