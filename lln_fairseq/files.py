@@ -167,3 +167,13 @@ def _hash_samples(path: Path) -> bytes:
             file.seek(number * (size - CHUNK) // (CHUNKS - 1))
             sha256.update(file.read(CHUNK))
     return sha256.digest()
+
+
+def no_such_checkpoint(path: str) -> str:
+    """Return the message that there is no checkpoint at this path; if it is a directory, it names one in it."""
+    if not os.path.isdir(path):
+        return f"no such checkpoint: {path}"
+    for name in ("checkpoint_best.pt", "checkpoint_last.pt", "model.pt"):
+        if os.path.isfile(os.path.join(path, name)):
+            return f"{path} is a directory: give a checkpoint in it, {os.path.join(path, name)}"
+    return f"{path} is a directory without a checkpoint"

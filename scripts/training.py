@@ -34,6 +34,7 @@ import lln_fairseq
 from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import child_environment, run_main
 from lln_fairseq.errors import UserError
+from lln_fairseq.files import no_such_checkpoint
 from lln_fairseq.terminal import program_parser, progress_bar, show_update
 from lln_fairseq.training.recipes import CONFIGS, layout_names
 from scripts import tables
@@ -206,7 +207,7 @@ def finetune(checkpoint: str | None, task: str, seed: int, overrides: list[str])
     if checkpoint is None:
         raise UserError("which checkpoint? for example runs/pretrain_lln_diag/checkpoint_best.pt (see --help)")
     if not Path(checkpoint).is_file():
-        raise UserError(f"no such checkpoint: {checkpoint}")
+        raise UserError(no_such_checkpoint(checkpoint))
     out = Path(last_value(SAVE_DIR, overrides) or Path(checkpoint).parent / "glue" / task / f"seed{seed}")
     start = format_override(START_MODEL, checkpoint)
     call(train_words("finetune", out, [start, f"glue={task}", f"{SEED}={seed}", *overrides]))

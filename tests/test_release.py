@@ -155,7 +155,7 @@ def test_fairseq_commands_find_installed_package(built_package, tmp_path):
         program = f"from fairseq_cli.{module} import cli_main; cli_main()"
         result = subprocess.run([sys.executable, "-c", program, *words], text=True, **options)
         assert result.returncode == 1
-        assert result.stderr.endswith("error: missing is not a binarized data directory: missing/dict.txt is missing\n")
+        assert result.stderr.endswith("error: missing does not exist: prepare the data first, see docs/data.md\n")
 
 
 def test_installed_data_preparation_runs(run_installed):

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lln_fairseq.checkpoints.config import checked_config
 from lln_fairseq.errors import UserError, first_line
+from lln_fairseq.files import no_such_checkpoint
 
 # Classes that a checkpoint can contain. argparse.Namespace is in checkpoints of models without a dataclass, such as the
 # stock RoBERTa. The remaining classes are in the state that the first worker sends to the others when a run resumes.
@@ -156,7 +157,7 @@ def load_plain_data(path: str, mmap: bool = True) -> Any:
     bytes: with compressed parts, tensors that repeat a few values, or lists in lists.
     """
     if not os.path.isfile(path):
-        raise UserError(f"no such checkpoint: {path}")
+        raise UserError(no_such_checkpoint(path))
     _reject_compressed_parts(path)
     try:
         with warnings.catch_warnings(action="ignore"):  # torch warns about its own formats

@@ -17,7 +17,7 @@ from lln_fairseq.linearize.progress import Progress, assert_finite
 from lln_fairseq.linearize.softmax_layers import Distance, encoder_distance, layer_list, mixed_attentions
 from lln_fairseq.linearize.stages import Linearization
 from lln_fairseq.models import LLNRobertaModel
-from lln_fairseq.text.checks import check_lines
+from lln_fairseq.text.checks import check_lines, require_binarized
 from lln_fairseq.text.vocabulary import recorded_identity
 
 HELD_OUT_COUNT = 64  # held-out texts of each length, unless --evaluate-texts gives another number
@@ -133,8 +133,7 @@ def read_texts(data: Path, split: str, dictionary: Any) -> TokenStream:
 
     directory = text_directory(data)
     dictionary_file = directory / "dict.txt"
-    if not dictionary_file.is_file():
-        raise UserError(f"{data} is not a binarized data directory: {dictionary_file} is missing")
+    require_binarized(directory, "dict.txt")
     check_lines(str(directory / split), dictionary_file)
     teacher_symbols = [symbol for symbol in dictionary.symbols if symbol != "<mask>"]
     if Dictionary.load(str(dictionary_file)).symbols != teacher_symbols:

@@ -16,9 +16,9 @@ from fairseq.tasks.masked_lm import MaskedLMConfig, MaskedLMTask
 from torch import Tensor
 
 from lln_fairseq.errors import UserError, user_errors
-from lln_fairseq.text.checks import check_lines, require_same_symbols
+from lln_fairseq.text.checks import check_lines, require_binarized, require_same_symbols
 from lln_fairseq.text.long_lines import SplitLines
-from lln_fairseq.training.hooked_task import HookedTask, require_files
+from lln_fairseq.training.hooked_task import HookedTask
 from lln_fairseq.training.options import TrainingOptions
 from lln_fairseq.training.worker import is_first_worker
 
@@ -75,7 +75,7 @@ class LLNMaskedLMTask(HookedTask, MaskedLMTask):
             raise UserError(f"tokens_per_sample must be at least 3, got {cfg.tokens_per_sample}")
         directories = utils.split_paths(cfg.data)
         for directory in directories:
-            require_files(directory, "dict.txt")
+            require_binarized(directory, "dict.txt")
         require_same_symbols(*(Path(directory, "dict.txt") for directory in directories))
         with user_errors():
             return super().setup_task(cfg, **kwargs)

@@ -22,7 +22,14 @@ from lln_fairseq.checkpoints.compatibility import label_names, longest_sequence
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.errors import UserError, user_errors
 from lln_fairseq.models import LLNRobertaModel
-from lln_fairseq.text.checks import check_labels, check_lines, check_targets, read_symbols, require_same_symbols
+from lln_fairseq.text.checks import (
+    check_labels,
+    check_lines,
+    check_targets,
+    read_symbols,
+    require_binarized,
+    require_same_symbols,
+)
 from lln_fairseq.text.pairs import ROBERTA_PAIRS
 from lln_fairseq.text.sentence_datasets import (
     count_cut_rows,
@@ -32,7 +39,7 @@ from lln_fairseq.text.sentence_datasets import (
     read_inputs,
     read_labels,
 )
-from lln_fairseq.training.hooked_task import HookedTask, require_files
+from lln_fairseq.training.hooked_task import HookedTask
 from lln_fairseq.training.options import TrainingOptions
 from lln_fairseq.training.worker import is_first_worker
 
@@ -82,7 +89,7 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
         UserError is raised if a dictionary is missing or damaged, if the dictionaries of both inputs differ, if
         num_classes is not set or not the number of labels, or if init_token or separator_token is not a token id.
         """
-        require_files(cfg.data, "input0/dict.txt")
+        require_binarized(cfg.data, "input0/dict.txt")
         dictionaries = [Path(cfg.data, folder, "dict.txt") for folder in INPUTS]
         require_same_symbols(*(path for path in dictionaries if path.is_file()))
         if cfg.num_classes < 1:
@@ -90,7 +97,7 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
         if cfg.regression_target and cfg.num_classes > 1:
             raise UserError(f"a regression has one target: set task.num_classes=1, got {cfg.num_classes}")
         if not cfg.regression_target:
-            require_files(cfg.data, "label/dict.txt")
+            require_binarized(cfg.data, "label/dict.txt")
             read_symbols(Path(cfg.data, "label/dict.txt"))
         if cfg.max_positions is None:
             cfg.max_positions = _positions_of_checkpoint(cfg) or DEFAULT_POSITIONS

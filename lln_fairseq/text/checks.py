@@ -17,6 +17,37 @@ from lln_fairseq.text.binary_format import Samples, iterate_chunks, read_dataset
 from lln_fairseq.text.special_symbols import EOS, NUM_SPECIAL, parse_dictionary
 
 _ADVICE = "prepare the data again"
+# The programs of data_prep, by the names of the directories that they write.
+PROGRAMS = {"wikitext-103": "wikitext103", "glue": "glue", "lra": "lra", "demo": "demo"}
+
+
+def require_binarized(directory: str | Path, name: str) -> None:
+    """Raise UserError if a data directory lacks a dictionary: dict.txt, input0/dict.txt or label/dict.txt.
+
+    The message says what the directory has instead, or how to prepare the data.
+    """
+    path = Path(directory)
+    if (path / name).is_file():
+        return
+    if name == "dict.txt" and (path / "input0").is_dir():
+        raise UserError(f"{path} has labeled rows, for a classifier, but text without labels is needed")
+    if name == "input0/dict.txt" and (path / "dict.txt").is_file():
+        raise UserError(f"{path} has text without labels, but labeled rows are needed, for a classifier")
+    if name == "label/dict.txt" and any(path.glob("label/*.label")):
+        raise UserError(
+            f"{path} has the numbers of a regression, but classes are needed: train with glue=stsb, or with "
+            "--regression-target --num-classes 1 (task.regression_target=true task.num_classes=1)"
+        )
+    for dictionary in sorted(path.glob(f"*/{name}")):
+        raise UserError(f"{path / name} is missing: did you mean {str(dictionary).removesuffix(f'/{name}')}?")
+    reason = f"{path / name} is missing"
+    if not path.exists():
+        reason = f"{path} does not exist"
+    advice = "see docs/data.md"
+    for part, program in PROGRAMS.items():
+        if part in path.parts:
+            advice = f"see python -m data_prep.{program} --help"
+    raise UserError(f"{reason}: prepare the data first, {advice}")
 
 
 def read_symbols(path: Path) -> list[str]:

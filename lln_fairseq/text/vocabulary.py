@@ -209,7 +209,10 @@ def recorded_identity(directory: Path) -> str:
 def _from_manifest(manifest: Path) -> Vocabulary:
     directory = manifest.parent
     try:
-        record = json.loads(_read(manifest))["tokenizer"]
+        content = json.loads(_read(manifest))
+        if "tokenizer" not in content:  # data without text, such as images
+            raise UserError(f"{manifest} names no tokenizer")
+        record = content["tokenizer"]
         files = {name: _read(directory / name) for name in TOKENIZER_FILES[record["kind"]]}
         for name, content in files.items():
             if sha256_bytes(content) != record["files"][name]:

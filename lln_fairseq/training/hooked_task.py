@@ -171,11 +171,3 @@ class HookedTask(FairseqTask):
     def set_checkpoint_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of the task. fairseq calls this if a run resumes, but not with --finetune-from-model."""
         self.resume.load_state_dict(state)
-
-
-def require_files(directory: str, *names: str) -> None:
-    """Raise UserError if one of the named files is missing in the directory. The message has the first such file."""
-    for name in names:
-        path = Path(directory, name)
-        if not path.is_file():
-            raise UserError(f"{directory} is not a binarized data directory: {path} is missing")

@@ -29,6 +29,7 @@ from lln_fairseq.checkpoints.config import (
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.checkpoints.saving import LAST
 from lln_fairseq.errors import UserError
+from lln_fairseq.files import no_such_checkpoint
 from lln_fairseq.models.lln_roberta import DEFAULT_PRESET, LLNRobertaConfig, complete_config
 from lln_fairseq.models.presets import SIZE_FIELDS
 
@@ -113,7 +114,7 @@ def _initial_checkpoint(config: DictConfig) -> str:
     last = os.path.join(find_save_dir(config), LAST)
     if os.path.isfile(last):
         return last
-    raise UserError(f"{START}={path}: no such checkpoint")
+    raise UserError(f"{START}: {no_such_checkpoint(path)}")
 
 
 def find_save_dir(config: DictConfig) -> str:

@@ -21,6 +21,7 @@ from lln_fairseq.attention.registry import did_you_mean
 from lln_fairseq.checkpoints.config import OURS, STOCK_ATTENTION, plain_config, plain_options
 from lln_fairseq.checkpoints.saving import LAST
 from lln_fairseq.errors import UserError
+from lln_fairseq.files import no_such_checkpoint
 from lln_fairseq.models.lln_roberta import complete_config
 from lln_fairseq.models.options import (
     attention_fields,
@@ -317,7 +318,7 @@ def check_restore_file(cfg: Any) -> None:
     pretrained = cfg.checkpoint.finetune_from_model
     last = os.path.join(save_dir, LAST)
     if pretrained and not os.path.isfile(last) and not PathManager.isfile(pretrained):
-        raise UserError(f"--finetune-from-model {pretrained}: no such checkpoint")
+        raise UserError(f"--finetune-from-model (checkpoint.finetune_from_model): {no_such_checkpoint(pretrained)}")
     if restore_file == LAST:
         others = list(Path(save_dir).glob("checkpoint*.pt"))
         if others and not os.path.isfile(last) and not cfg.checkpoint.no_save:
@@ -329,8 +330,8 @@ def check_restore_file(cfg: Any) -> None:
         return
     if not PathManager.isfile(restore_file):
         raise UserError(
-            f"--restore-file {restore_file}: no such file; to resume a run, give only its --save-dir "
-            "(checkpoint.save_dir)"
+            f"--restore-file (checkpoint.restore_file): {no_such_checkpoint(restore_file)}; to resume a run, give only "
+            "its --save-dir (checkpoint.save_dir)"
         )
     in_other_directory = os.path.dirname(os.path.abspath(restore_file)) != os.path.abspath(save_dir)
     if in_other_directory and os.path.isfile(last):

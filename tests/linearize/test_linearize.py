@@ -390,7 +390,7 @@ def bad_arguments(message, teacher, tmp_path):
     out = tmp_path / "out"
     if message == "no such checkpoint":
         return tmp_path / "nowhere.pt", data, out
-    if message == "is not a binarized data directory":
+    if message == "dict.txt is missing: prepare the data first":
         return path, tmp_path, out
     if message == "has no option 'nope'":
         return path, data, out, "--option", "nope=1"
@@ -413,7 +413,7 @@ def bad_arguments(message, teacher, tmp_path):
 
 BAD_INPUT = (
     "no such checkpoint",
-    "is not a binarized data directory",
+    "dict.txt is missing: prepare the data first",
     "has no option 'nope'",
     "--length is 65",
     "valid.idx is damaged or cut off",

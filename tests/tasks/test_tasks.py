@@ -1,12 +1,14 @@
 """The samples and batches of the tasks, compared with those of fairseq's own tasks."""
 
+import shutil
+
 import pytest
 from fairseq.data import data_utils
 from fairseq.tasks import setup_task
 from omegaconf import OmegaConf
 
 from lln_fairseq.errors import UserError
-from tests.fairseq_runs import make_classification, make_corpus
+from tests.fairseq_runs import make_classification, make_corpus, write_scores
 
 PAD = 1
 
@@ -145,8 +147,15 @@ def test_missing_split_is_named(mode, corpus):
         make_masked_lm(corpus, mode).load_dataset("test")
 
 
-def test_missing_dictionary_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"not a binarized data directory: .*dict\.txt is missing"):
-        make_masked_lm(tmp_path, "none")
-    with pytest.raises(UserError, match=r"not a binarized data directory: .*input0/dict\.txt is missing"):
-        make_classifier("lln_sentence_prediction", tmp_path)
+def test_tasks_say_what_a_data_directory_has_instead(corpus, task_data, tmp_path):
+    with pytest.raises(UserError, match=f"{task_data} has labeled rows, for a classifier"):
+        make_masked_lm(task_data, "none")
+    with pytest.raises(UserError, match=f"{corpus} has text without labels, but labeled rows are needed"):
+        make_classifier("lln_sentence_prediction", corpus)
+    regression = shutil.copytree(task_data, tmp_path / "regression")
+    write_scores(regression)
+    (regression / "label" / "dict.txt").unlink()
+    with pytest.raises(
+        UserError, match=r"has the numbers of a regression, but classes are needed: train with glue=stsb"
+    ):
+        make_classifier("lln_sentence_prediction", regression)

@@ -8,7 +8,8 @@ import pytest
 
 from lln_fairseq.errors import UserError
 from lln_fairseq.text import binary_format
-from tests.fairseq_runs import binarize, make_classification, make_corpus
+from lln_fairseq.text.checks import require_binarized
+from tests.fairseq_runs import binarize, make_classification, make_corpus, make_dictionary
 from tests.tasks.test_tasks import make_task
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
@@ -237,3 +238,24 @@ def test_corpus_is_checked_in_chunks(corpus, monkeypatch):
     ids.tofile(corpus / "train.bin")
 
     assert_rejected(corpus, "holds the id 64")
+
+
+@pytest.mark.parametrize(
+    ("directory", "message"),
+    [
+        ("wikitext-103", "{} does not exist: prepare the data first, see python -m data_prep.wikitext103 --help"),
+        ("glue/SST-2", "{} does not exist: prepare the data first, see python -m data_prep.glue --help"),
+        ("mine", "{} does not exist: prepare the data first, see docs/data.md"),
+        ("empty", "{}/dict.txt is missing: prepare the data first, see docs/data.md"),
+        ("demo", "{0}/dict.txt is missing: did you mean {0}/lm?"),
+    ],
+)
+def test_missing_dictionary_has_advice(directory, message, tmp_path):
+    (tmp_path / "empty").mkdir()
+    make_dictionary(tmp_path / "demo" / "lm" / "dict.txt", ["a"])
+    make_dictionary(tmp_path / "demo" / "sentiment" / "input0" / "dict.txt", ["a"])
+
+    with pytest.raises(UserError) as error:
+        require_binarized(tmp_path / directory, "dict.txt")
+
+    assert str(error.value) == message.format(tmp_path / directory)

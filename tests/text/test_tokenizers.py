@@ -220,7 +220,7 @@ def test_tokenizer_in_a_directory_precedes_a_manifest_above_it(tmp_path):
 
     assert load_vocabulary(str(tmp_path / "model")).tokenizer.kind == "sentencepiece"
     (tmp_path / "model" / "spm.model").unlink()
-    with pytest.raises(UserError, match=r"manifest\.json is damaged or names no tokenizer"):
+    with pytest.raises(UserError, match=r"manifest\.json names no tokenizer"):
         load_vocabulary(str(tmp_path / "model"))
 
 

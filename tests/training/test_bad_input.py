@@ -46,9 +46,10 @@ def test_resume_rejects_another_optimizer(run_copy, tmp_path, monkeypatch):
     assert run_copy.checkpoint.read_bytes() == before
 
 
-def test_finetuning_rejects_a_directory(corpus, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="no such checkpoint"):
-        train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *RUN_OPTIONS, "--finetune-from-model", tmp_path)
+def test_finetuning_from_a_directory_names_the_checkpoint_in_it(started_run, tmp_path, monkeypatch):
+    options = (*RUN_OPTIONS, "--finetune-from-model", started_run.save_dir)
+    with pytest.raises(UserError, match=r"run is a directory: give a checkpoint in it, .*run/checkpoint_best\.pt"):
+        train(monkeypatch, tmp_path / "log", started_run.corpus, tmp_path / "a", *options)
 
 
 @pytest.mark.parametrize(("content", "message"), [(b"", "cannot load .*EOFError"), (b"export T=1\n", "cannot load ")])

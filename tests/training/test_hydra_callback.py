@@ -26,7 +26,7 @@ def end_of_run(monkeypatch, capfd, *arguments):
     [
         (
             ["checkpoint.finetune_from_model=missing.pt"],
-            "error: checkpoint.finetune_from_model=missing.pt: no such checkpoint",
+            "error: checkpoint.finetune_from_model: no such checkpoint: missing.pt",
         ),
         (["checkpoint.save_dir=file/run"], "error: file/run: Not a directory"),
         (
@@ -74,4 +74,4 @@ def test_user_directory_is_this_package_by_default(tmp_path, monkeypatch):
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
 
     assert result.returncode == 1
-    assert result.stderr.endswith("error: missing is not a binarized data directory: missing/dict.txt is missing\n")
+    assert result.stderr.endswith("error: missing does not exist: prepare the data first, see docs/data.md\n")
