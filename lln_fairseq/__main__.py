@@ -33,7 +33,7 @@ PROGRAMS = {
     "linearize": Program(
         "linearize.program",
         "replace the softmax attention of a trained encoder",
-        "interrupted; the same command continues from the last saved step",
+        "interrupted; run the same command again to resume from the last saved step, if any",
     ),
     "analyze": Program("analysis.analyze", "measure the attention of a trained model"),
 }

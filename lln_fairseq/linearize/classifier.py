@@ -4,7 +4,6 @@ import argparse
 from typing import Any
 
 import numpy as np
-from torch.utils.tensorboard import SummaryWriter
 
 from lln_fairseq.errors import UserError
 from lln_fairseq.linearize.dev_scores import DevScores
@@ -36,13 +35,13 @@ class ClassifierLinearization(Linearization):
             print(f"left out of the training: {too_long} rows of more than {self.longest} tokens")
         self.scores = DevScores(model, task, valid_rows, args.evaluate_rows, progress.scores)
 
-    def train(self, writer: SummaryWriter) -> None:
+    def train(self) -> None:
         students = self.students
         self.scores.report("teacher")
         stage = f"{self.args.attention} swapped in without training"
         self.scores.report(stage, students.students)
         if students.steps:
-            self.progress.train("transfer", students, self.train_rows, self.longest, writer)
+            self.progress.train("transfer", students, self.train_rows, self.longest)
             stage = "after the transfer"
             self.scores.report(stage, students.students)
         for name, branch in students.branches().items():
@@ -56,7 +55,7 @@ class ClassifierLinearization(Linearization):
 
         distillation = self.fold()
         if distillation is not None:
-            self.progress.train("distillation", distillation, self.train_rows, self.longest, writer)
+            self.progress.train("distillation", distillation, self.train_rows, self.longest)
             self.scores.report("after the distillation")
             self.progress.save_if_trained()
 

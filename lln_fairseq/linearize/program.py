@@ -25,8 +25,6 @@ import argparse
 import math
 from pathlib import Path
 
-from torch.utils.tensorboard import SummaryWriter
-
 from lln_fairseq.attention import MECHANISMS, reject_layer_mechanism
 from lln_fairseq.attention.registry import parse_config, parse_options
 from lln_fairseq.checkpoints.compatibility import is_finetuned
@@ -85,8 +83,7 @@ def linearize(args: argparse.Namespace) -> None:
     else:
         run = TextLinearization(args, progress, model, task)
     progress.create_directory()  # not earlier, so that bad input creates nothing
-    with SummaryWriter(str(args.out / "tensorboard")) as writer:
-        run.train(writer)
+    run.train()
     options = {f"{args.attention}_{key}": value for key, value in args.option.items()}
     options["softmax_layers"] = format_softmax_layers(progress.softmax_layers or ())  # also if the teacher has others
     options["attention"] = args.attention

@@ -79,9 +79,18 @@ class Progress:
             changeable += UNTIL_DISTILLATION
             if args.softmax_layers:  # without the option, layers that keep softmax would become linear
                 changeable += ("softmax_layers",)
-        fixed = [key for key in differing if key not in changeable]
-        if fixed:
-            raise UserError(f"{args.out} holds a run with another {', another '.join(fixed)}: give another OUT")
+        changes = []
+        for key in differing:
+            if key in changeable:
+                continue
+            if key in hashes or key == "option":
+                changes.append(f"another {key}")
+            else:
+                values = [saved["settings"].get(key), self.settings[key]]
+                before, now = (value or "none" for value in values)
+                changes.append(f"--{key.replace('_', '-')} {before}, now {now}")
+        if changes:
+            raise UserError(f"{args.out} holds a run with {'; '.join(changes)}: give another OUT")
         self.complete = saved["complete"] and not differing and model.exists()
         if "softmax_layers" not in differing:
             self.softmax_layers = saved["softmax_layers"]
@@ -108,8 +117,8 @@ class Progress:
         self.complete = True
         self.save()
 
-    def train(self, name: str, trainer: LayerwiseTrainer, texts: Any, longest: int, writer: SummaryWriter) -> None:
-        """Train a stage to its end, starting where an earlier run last saved it.
+    def train(self, name: str, trainer: LayerwiseTrainer, texts: Any, longest: int) -> None:
+        """Train a stage to its end, starting where an earlier run last saved it, and log it in OUT/tensorboard/NAME.
 
         Args:
             name: the stage, one of LR_OPTIONS
@@ -124,7 +133,12 @@ class Progress:
                 raise UserError(f"{self.file}: the stage {name} is damaged ({reason}): {ADVICE}") from damage
         recent_losses: deque[list[float]] = deque(maxlen=LOG_INTERVAL)
         last_save = time.monotonic()
-        with progress_bar(name, trainer.steps, initial=trainer.step, leave=True) as bar:
+        logs = str(self.args.out / "tensorboard" / name)
+        with (
+            # An earlier run may have logged steps after the last one that it saved.
+            SummaryWriter(logs, purge_step=trainer.step + 1) as writer,
+            progress_bar(name, trainer.steps, initial=trainer.step, leave=True) as bar,
+        ):
             while trainer.step < trainer.steps:
                 recent_losses.append(trainer.train_step(texts, self.args.tokens, longest))
                 assert_finite(recent_losses[-1], name, f"in step {trainer.step}")

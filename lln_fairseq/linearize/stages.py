@@ -2,8 +2,7 @@
 
 import argparse
 import copy
-
-from torch.utils.tensorboard import SummaryWriter
+import shlex
 
 from lln_fairseq.conversion.convert import CHECKPOINT
 from lln_fairseq.errors import UserError
@@ -35,7 +34,7 @@ class Linearization:
             raise UserError(f"--length is {self.longest}, but {args.teacher} has {max_positions} positions")
         self.students = Students(model, args.attention, args.option, args.lr, args.steps, args.seed)
 
-    def train(self, writer: SummaryWriter) -> None:
+    def train(self) -> None:
         """Train all stages, or what an earlier run left of them, and report the result of each.
 
         `model` is the linear model afterwards. Raises UserError if a stage diverges.
@@ -59,7 +58,7 @@ class Linearization:
         print(f"data       {args.data}: {size} in train")
         print(f"stages     {', '.join(stages) or 'none'}, about {args.tokens:,} tokens per step")
         print(f"writes     {args.out / CHECKPOINT}")
-        print(f"watch      tensorboard --logdir {args.out / 'tensorboard'}", flush=True)
+        print(f"watch      tensorboard --logdir {shlex.quote(str(args.out / 'tensorboard'))}", flush=True)
 
     def choose_softmax_layers(self) -> list[int]:
         """Return the layers that keep softmax, in increasing order, and record them in the progress.

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
 
 from lln_fairseq.checkpoints.compatibility import check_tokenizer
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
@@ -49,12 +48,12 @@ class TextLinearization(Linearization):
             count = held_out_count(args.evaluate_texts or HELD_OUT_COUNT, length)
             self.held_out.append(HeldOutSet(model, valid_texts, count, length))
 
-    def train(self, writer: SummaryWriter) -> None:
+    def train(self) -> None:
         students = self.students
         qualities = [[texts.evaluate(students)] for texts in self.held_out]
         heading = "without a transfer"
         if students.steps:
-            self.progress.train("transfer", students, self.train_texts, self.longest, writer)
+            self.progress.train("transfer", students, self.train_texts, self.longest)
             for texts, measured in zip(self.held_out, qualities, strict=True):
                 measured.append(texts.evaluate(students))
             heading = "before -> after the transfer"
@@ -78,7 +77,7 @@ class TextLinearization(Linearization):
         distillation = self.fold()
         if distillation is not None:
             similarities_before = [texts.similarity() for texts in self.held_out]
-            self.progress.train("distillation", distillation, self.train_texts, self.longest, writer)
+            self.progress.train("distillation", distillation, self.train_texts, self.longest)
             similarities = [texts.similarity() for texts in self.held_out]
             assert_finite([cosine for cosine, _ in similarities], "distillation", "on held-out texts")
             for texts, start, end in zip(self.held_out, similarities_before, similarities, strict=True):

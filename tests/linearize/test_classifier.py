@@ -6,6 +6,8 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from lln_fairseq.__main__ import main
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
@@ -371,7 +373,7 @@ def test_stages_can_be_added_to_a_finished_run(teacher, tmp_path, capsys):
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
     assert run(path, data, tmp_path / "out", *OPTIONS, "--softmax-layers", "1", "--distill", 3) == 1
-    assert "holds a run with another softmax_layers: give another OUT" in capsys.readouterr().err
+    assert "holds a run with --softmax-layers 0, now 1: give another OUT" in capsys.readouterr().err
 
 
 def test_softmax_layers_are_not_forgotten(teacher, tmp_path, capsys):
@@ -380,7 +382,7 @@ def test_softmax_layers_are_not_forgotten(teacher, tmp_path, capsys):
 
     assert run(path, data, tmp_path / "out", *OPTIONS, "--distill", 3) == 1
 
-    assert "holds a run with another softmax_layers: give another OUT" in capsys.readouterr().err
+    assert "holds a run with --softmax-layers 0, now none: give another OUT" in capsys.readouterr().err
 
 
 def test_blocks_of_softmax_have_no_transfer(teacher, tmp_path, capsys):
@@ -438,7 +440,9 @@ def test_interrupted_stage_resumes_exactly(stage, teacher, tmp_path, monkeypatch
     path, data = teacher
     options = (*OPTIONS, "--steps", 8, *STAGES[stage])
     monkeypatch.setattr(progress, "SAVE_INTERVAL", 3)
-    monkeypatch.setattr(progress, "LOG_INTERVAL", 3)
+    monkeypatch.setattr(progress, "LOG_INTERVAL", 1)
+    # TensorBoard reads files in the order of their names, which end in this number if they are of the same second.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(100))
     assert run(path, data, tmp_path / "whole", *options) == 0
     whole_report = capsys.readouterr().out
     train_stage = progress.Progress.train
@@ -466,6 +470,9 @@ def test_interrupted_stage_resumes_exactly(stage, teacher, tmp_path, monkeypatch
     expected = torch.load(tmp_path / "whole" / "model.pt")["model"]
     actual = torch.load(tmp_path / "out" / "model.pt")["model"]
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
+    events = EventAccumulator(str(tmp_path / "out" / "tensorboard" / stage))
+    events.Reload()
+    assert [event.step for event in events.Scalars(f"{stage}_error/layer_01")] == list(range(1, 9))
 
 
 def load_rows(teacher):

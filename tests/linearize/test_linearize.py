@@ -224,9 +224,13 @@ def test_finished_run_rejects_changed_settings_but_takes_a_second_stage(teacher,
     path, data = teacher
     out = tmp_path / "out"
     assert run(path, data, out, *SHORT) == 0
-    for change, name in ((("--steps", 3), "steps"), (("--option", "mix=average"), "option"), (("--seed", 2), "seed")):
+    for change, message in (
+        (("--steps", 3), "--steps 2, now 3"),
+        (("--option", "mix=average"), "another option"),
+        (("--seed", 2), "--seed 1, now 2"),
+    ):
         assert run(path, data, out, *SHORT, *change) == 1
-        assert f"holds a run with another {name}: give another OUT" in capsys.readouterr().err
+        assert f"holds a run with {message}: give another OUT" in capsys.readouterr().err
 
     # Other paths to the same teacher and text, and an option that states its default, change nothing.
     monkeypatch.chdir(path.parent)
@@ -239,7 +243,7 @@ def test_finished_run_rejects_changed_settings_but_takes_a_second_stage(teacher,
     assert run(path, data, out, *SHORT, *second_stage) == 0
     assert_same_parameters(out, tmp_path / "whole")
     assert run(path, data, out, *SHORT) == 1
-    assert "holds a run with another distill, another distill_lr" in capsys.readouterr().err
+    assert "holds a run with --distill 3, now 0; --distill-lr 0.001, now " in capsys.readouterr().err
 
 
 def test_directory_with_another_model_is_rejected(teacher, tmp_path, capsys):
