@@ -9,6 +9,7 @@ Run an interrupted command again to continue it: training resumes, and finished 
 import argparse
 import json
 import os
+import shlex
 import statistics
 import sys
 import time
@@ -85,7 +86,7 @@ class Quickstart:
         print(f"\npre-training, loss on held-out text: {losses[0]:.2f} bits at first, {losses[-1]:.2f} at last")
         print(f"\n{ENCODER}, fine-tuned with {BASELINE} and made linear:\n{text_table(rows)}")
         print(f"The times are those of one text on one thread.\n\n{self.times_table()}")
-        print(f"\nTensorBoard: {self.out}, watch it with: tensorboard --logdir {self.out}")
+        print(f"\nTensorBoard: {self.out}, watch it with: tensorboard --logdir {shlex.quote(str(self.out))}")
 
     def step(self, name: str, words: list[str], updates: int | None = None) -> None:
         """Run `python -m WORDS`. `updates` is the length of its progress bar."""

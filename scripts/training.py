@@ -54,13 +54,15 @@ REFUSED = {
 def call(words: Sequence[str]) -> None:
     """Run `python -m WORDS` with its output on this terminal. If this process is interrupted, the program is ended.
 
-    If the program fails, UserError is raised.
+    If the program fails, UserError is raised. The program has printed the reason.
     """
     process = subprocess.Popen([sys.executable, "-m", *words], env=child_environment())
     try:
         code = process.wait()
     finally:
         _terminate(process)
+    if code == 1:  # the same command would fail again
+        raise UserError("a step failed, see above")
     if code:
         raise UserError(f"a step ended with exit code {code}, see above; run the same command again to continue")
 
@@ -86,8 +88,8 @@ def call_logged(name: str, words: Sequence[str], log: Path, updates: int | None 
             for line in process.stdout:
                 file.write(line)
                 last = line.strip() or last
-                found = re.search(r'"num_updates": "?(\d+)', line)
-                loss = re.search(r'"loss": "?([\d.]+)', line)
+                found = re.search(r"num_updates=(\d+)", line)
+                loss = re.search(r"\bloss=([\d.]+)", line)
                 if found and loss and "train_inner" in line:
                     show_update(bar, int(found[1]), loss[1])
         code = process.wait()
@@ -106,7 +108,7 @@ def _terminate(process: subprocess.Popen) -> None:
 def train_words(recipe: str, save_dir: Path, overrides: Iterable[str]) -> list[str]:
     """Return the words after `python -m` that train with configs/RECIPE.yaml, or resume or skip such a training."""
     directory = format_override(SAVE_DIR, save_dir)
-    return ["lln_fairseq", "train", "--config-name", recipe, directory, "common.log_format=json", *overrides]
+    return ["lln_fairseq", "train", "--config-name", recipe, directory, *overrides]
 
 
 def score(directory: Path, splits: Sequence[str], run: Callable[[Sequence[str]], None] = call) -> None:

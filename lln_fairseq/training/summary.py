@@ -2,6 +2,7 @@
 
 import logging
 import math
+import shlex
 from typing import Any
 
 import torch
@@ -136,4 +137,4 @@ def _directory(cfg: Any) -> str:
 def _watch(cfg: Any) -> str:
     if not cfg.common.tensorboard_logdir:
         return "no curves: set --tensorboard-logdir (common.tensorboard_logdir)"
-    return f"tensorboard --logdir {cfg.common.tensorboard_logdir}"
+    return f"tensorboard --logdir {shlex.quote(cfg.common.tensorboard_logdir)}"

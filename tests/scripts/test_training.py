@@ -12,7 +12,7 @@ from scripts import training
 PATHS = ("runs/a_b/checkpoint.pt", "runs/common.seed=1,x y/it's", "back\\slash/", "[a]{b}:c")
 PROGRAM = """
 import sys
-print('{"num_updates": "3", "train_inner": 1, "loss": "2.5"}')
+print("[train_inner][INFO] - epoch 001:      3 / 9 loss=2.5, ppl=5.66, num_updates=3, lr=0.1")
 print("the reason")
 sys.exit(int(sys.argv[1]))
 """
@@ -26,9 +26,12 @@ def program(tmp_path, monkeypatch):
     return "a_program"
 
 
-def test_failure_shows_the_last_line_and_the_log(program, tmp_path):
+def test_failure_shows_the_last_line_and_the_log(program, tmp_path, monkeypatch):
     log = tmp_path / "logs" / "train.log"
+    updates = []
+    monkeypatch.setattr(training, "show_update", lambda bar, update, loss: updates.append((update, loss)))
     training.call_logged("train", [program, "0"], log, 3)
+    assert updates == [(3, "2.5")]
 
     with pytest.raises(UserError, match=r"train failed \(exit code 5\): the reason \(output in .*train\.log\)"):
         training.call_logged("train", [program, "5"], log, 3)
@@ -45,9 +48,13 @@ def test_tasks_beyond_the_table_end_with_their_files(monkeypatch, capsys):
     )
 
 
-def test_failure_on_the_terminal_says_how_to_continue(program):
-    with pytest.raises(UserError, match="exit code 5, see above; run the same command again to continue"):
-        training.call([program, "5"])
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [("1", "a step failed, see above"), ("5", "exit code 5, see above; run the same command again to continue")],
+)
+def test_only_what_can_help_is_advised_after_a_failure(code, message, program):
+    with pytest.raises(UserError, match=f"{message}$"):
+        training.call([program, code])
 
 
 def test_interrupt_ends_the_program(tmp_path, monkeypatch):

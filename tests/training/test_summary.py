@@ -17,7 +17,7 @@ from tests.training.conftest import RUN_OPTIONS
 
 
 def test_log_begins_with_summary(run_copy, tmp_path, monkeypatch, caplog):
-    changes = ("--max-update", 3, "--tensorboard-logdir", tmp_path / "tb")
+    changes = ("--max-update", 3, "--tensorboard-logdir", tmp_path / "my tb")
     with caplog.at_level(logging.INFO):
         train(monkeypatch, tmp_path / "log", run_copy.corpus, run_copy.save_dir, *RUN_OPTIONS, *changes)
 
@@ -30,7 +30,7 @@ def test_log_begins_with_summary(run_copy, tmp_path, monkeypatch, caplog):
     assert re.fullmatch(r"3 \(\d\.?\d* epochs\), learning rate 0.001, fixed", logged["updates"])
     assert logged["batch"].startswith("at most 8 rows x 1 (update_freq) x 1 (workers); on average 7 rows, ")
     assert logged["precision"] == "fp32 on CPU"
-    assert logged["watch"] == f"tensorboard --logdir {tmp_path}/tb"
+    assert logged["watch"] == f"tensorboard --logdir '{tmp_path}/my tb'"
     assert logged["resumes"] == "after update 2, with the learning rate 0.001"
     assert f"saves to   {run_copy.save_dir} (config.yaml has all settings)" in lines
     assert yaml.safe_load((run_copy.save_dir / "config.yaml").read_text())["model"]["encoder_embed_dim"] == 32
