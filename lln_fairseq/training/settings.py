@@ -151,8 +151,20 @@ def number_softmax_layers(cfg: Any) -> None:
         return
     sizes = copy.deepcopy(cfg.model)
     ARCH_CONFIG_REGISTRY[name](sizes)  # fairseq does this later, when it builds the model
-    numbers = parse_softmax_layers(cfg.model.softmax_layers, complete_config(sizes).encoder_layers)
+    try:
+        numbers = parse_softmax_layers(cfg.model.softmax_layers, complete_config(sizes).encoder_layers)
+    except UserError as error:
+        layout = HydraConfig.initialized() and HydraConfig.get().runtime.choices.get("layout")
+        if not layout or "model.softmax_layers" in _overridden_options():
+            raise
+        raise UserError(f"layout={layout} needs a model with more layers: {error}") from None
     cfg.model.softmax_layers = format_softmax_layers(numbers)
+
+
+def _overridden_options() -> list[str]:
+    """Return the options and groups that Hydra's command line sets, such as "attention" and "model.dropout"."""
+    overrides = OverridesParser.create().parse_overrides(list(HydraConfig.get().overrides.task))
+    return [override.key_or_group for override in overrides]
 
 
 def check_criterion(cfg: Any) -> None:
@@ -261,8 +273,7 @@ def check_options_of_other_mechanisms(cfg: Any) -> None:
     model = cfg.model
     mechanisms = mechanism_by_option()
     if HydraConfig.initialized():
-        overrides = OverridesParser.create().parse_overrides(list(HydraConfig.get().overrides.task))
-        given = [override.key_or_group.removeprefix("model.") for override in overrides]
+        given = [option.removeprefix("model.") for option in _overridden_options()]
     else:
         defaults = {name: field.default for name, _, field in attention_fields()}
         given = [name for name in mechanisms if str(getattr(model, name, defaults[name])) != str(defaults[name])]

@@ -38,7 +38,7 @@ from lln_fairseq.checkpoints.run_tokenizer import save_tokenizer
 from lln_fairseq.errors import UserError
 from lln_fairseq.files import write_bytes
 from lln_fairseq.training import settings, worker
-from lln_fairseq.training.exit import exit_with_one_line
+from lln_fairseq.training.exit import exit_with_one_line, remove_logs_of_refused_run
 from lln_fairseq.training.hooked_task import HookedTask
 from lln_fairseq.training.malloc import disable_malloc_trim
 from lln_fairseq.training.nan_report import explain_nan
@@ -79,6 +79,7 @@ def start_run(run_in_worker: Callable, original: Callable, cfg: Any, main: Calla
         with worker.lock_save_dir(cfg):
             return original(cfg, functools.partial(run_in_worker, main), *args, **kwargs)
     except ProcessExitedException as error:  # the worker has printed its error
+        remove_logs_of_refused_run()
         raise SystemExit(error.exit_code) from None
 
 
@@ -136,9 +137,9 @@ def prepare_training(original: Callable, cfg: Any, trainer: Trainer, **kwargs: A
 
     is_first = worker.is_first_worker()
     saves = is_first and not cfg.no_save
+    plan_schedule(trainer, len(iterator))
     if saves and getattr(trainer.cfg.task, "_name", None) in KNOWN["task"]:
         save_tokenizer(task, cfg.save_dir, cfg.finetune_from_model)
-    plan_schedule(trainer, len(iterator))
     seconds = (extra_state or {}).get("previous_training_time", 0)
     reason = reason_for_completion(trainer, seconds, iterator.next_epoch_idx)
     if reason:

@@ -29,17 +29,24 @@ def end_of_run(monkeypatch, capfd, *arguments):
             "error: checkpoint.finetune_from_model: no such checkpoint: missing.pt",
         ),
         (["checkpoint.save_dir=file/run"], "error: file/run: Not a directory"),
+        ([], "error: missing does not exist: prepare the data first, see docs/data.md"),
+        (
+            ["layout=local_global", "model=tiny"],
+            "error: layout=local_global needs a model with more layers: softmax_layers must be numbers from 0 to 1, "
+            "separated by commas, or every:N with N from 1 to 2 (in linearize also best:N), got 'every:4'",
+        ),
         (
             ["--multirun", "attention=lln,elu"],
             "error: --multirun is not supported: start a run for each combination, with a loop in the shell",
         ),
     ],
-    ids=["missing checkpoint", "save_dir", "multirun"],
+    ids=["missing checkpoint", "save_dir", "missing data", "layout", "multirun"],
 )
-def test_user_error_ends_the_run_with_one_line(arguments, line, tmp_path, monkeypatch, capfd):
+def test_user_error_ends_the_run_with_one_line_and_leaves_no_directory(arguments, line, tmp_path, monkeypatch, capfd):
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
     assert end_of_run(monkeypatch, capfd, *arguments) == (1, [line])
+    assert list(tmp_path.glob("runs/*")) == []
 
 
 @pytest.mark.parametrize("method", [name for name in vars(PrepareRun) if name.startswith("on_")])
