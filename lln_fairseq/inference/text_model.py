@@ -1,7 +1,7 @@
 """A trained model that takes text: it predicts labels, computes vectors and fills in a <mask>.
 
 from lln_fairseq import load
-load("runs/sst2_lln_diag/checkpoint_best.pt").predict(["a gripping film"])
+load("runs/pretrain_lln_diag/glue/sst2/seed1/checkpoint_best.pt").predict(["a gripping film"])
 """
 
 import functools
