@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lln_fairseq.attention.context import NO_CONTEXT, Context
-from lln_fairseq.attention.global_tokens import NO_GLOBAL_TOKENS, VALUES, parse_global_tokens
+from lln_fairseq.attention.global_tokens import NO_GLOBAL_TOKENS, VALUES, parse_global_tokens, select_global_tokens
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops import reference
 from lln_fairseq.ops.block_diag import block_diag_attention
-from lln_fairseq.ops.dispatch import check_block_size, select_global_tokens
+from lln_fairseq.ops.dispatch import check_block_size
 
 
 @dataclass
@@ -38,11 +38,11 @@ class BlockDiagAttention(Attention):
         self.global_tokens = parse_global_tokens(config.global_tokens)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context = NO_CONTEXT) -> Tensor:
-        counts, bound = select_global_tokens(self.global_tokens, context.first_lengths, context.max_first_length)
+        counts, bound = select_global_tokens(self.global_tokens, context)
         return block_diag_attention(
             q, k, v, context.padding, self.block_size, self.active_dropout, counts, bound, self.neighbors
         )
 
     def attention_matrix(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> Tensor:
-        counts, _ = select_global_tokens(self.global_tokens, context.first_lengths)
+        counts, _ = select_global_tokens(self.global_tokens, context)
         return reference.block_diag_matrix(q, k, self.block_size, context.padding, counts, self.neighbors)

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from lln_fairseq.attention.block_diag import BlockDiagAttention, BlockDiagConfig
 from lln_fairseq.attention.context import NO_CONTEXT, Context
-from lln_fairseq.attention.global_tokens import NO_GLOBAL_TOKENS, VALUES, parse_global_tokens
+from lln_fairseq.attention.global_tokens import NO_GLOBAL_TOKENS, VALUES, parse_global_tokens, select_global_tokens
 from lln_fairseq.attention.lln import LLNAttention, LLNConfig, MomentMatchedAttention
 from lln_fairseq.attention.registry import Attention, option, register_attention
 from lln_fairseq.ops import reference
-from lln_fairseq.ops.dispatch import check_block_size, select_global_tokens
+from lln_fairseq.ops.dispatch import check_block_size
 from lln_fairseq.ops.lln import MIXES, lln_diag_attention
 
 
@@ -63,7 +63,10 @@ class LLNDiagAttention(MomentMatchedAttention):
         beta: float | Tensor | None = config.beta
         if self.log_gain is not None:
             alpha, beta = self.alpha_beta(q, k, context)
-        counts, bound = select_global_tokens(self.global_tokens, context.first_lengths, context.max_first_length)
+        counts = None
+        bound = None
+        if self.global_tokens is not None:
+            counts, bound = select_global_tokens(self.global_tokens, context)
         return lln_diag_attention(
             q,
             k,
@@ -72,7 +75,7 @@ class LLNDiagAttention(MomentMatchedAttention):
             beta,
             context.padding,
             block_size=self.block_size,
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=self.active_dropout,
             scope=config.scope,
             constants=config.constants,
             mix=config.mix,
@@ -85,8 +88,8 @@ class LLNDiagAttention(MomentMatchedAttention):
         alpha, beta = self.alpha_beta(q, k, context)
         if self.offset is None:
             return reference.lln_diag_matrix(q, k, alpha, beta, self.block_size, context.padding)
-        global_tokens, _ = select_global_tokens(self.global_tokens, context.first_lengths)
-        return reference.joint_matrix(q, k, alpha, beta, self.block_size, self.offset, context.padding, global_tokens)
+        counts, _ = select_global_tokens(self.global_tokens, context)
+        return reference.joint_matrix(q, k, alpha, beta, self.block_size, self.offset, context.padding, counts)
 
     def branches(self) -> dict[str, Attention]:
         """Return the two parts of LLN+Diag, each as a new attention in training mode that can be called by itself.

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from lln_fairseq.attention import Attention, Context
 from lln_fairseq.models.half_precision import bfloat16_on_gpu
 from lln_fairseq.models.layer import LLNEncoderLayer
-from lln_fairseq.ops.dispatch import without_autocast
+from lln_fairseq.ops.autocast import without_autocast
 
 MIN_TEXT_LENGTH = 64  # tokens; in shorter texts, LLN+Diag is softmax in a single block
 

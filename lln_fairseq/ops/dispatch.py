@@ -9,21 +9,19 @@ import functools
 import importlib.util
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from operator import index
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
+from lln_fairseq.ops.autocast import autocast_disabled
 from lln_fairseq.ops.backends import MODULES, NUM_DIFFERENTIABLE, load_backend
-from lln_fairseq.ops.formula import MAX_FIRST_SEGMENT, Inputs, Spec, attend_to_all_keys, hybrid_formula
+from lln_fairseq.ops.formula import Inputs, Spec, attend_to_all_keys, hybrid_formula
 from lln_fairseq.ops.operator import compiled_attention
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 BACKENDS = ("auto", *MODULES)
 FORMULA = "formula"  # `choose_backend` returns this if only the plain formula can compute a call
@@ -123,26 +121,6 @@ def count_global_tokens(
     return counts, bound
 
 
-def select_global_tokens(
-    setting: int | str | None, first_lengths: Tensor | None, max_first_length: int | None = None
-) -> tuple[int | Tensor | None, int | None]:
-    """Return the number of global tokens that the option global_tokens selects, and an upper bound if it is known.
-
-    A number and None stay as they are. "first_segment" selects at most MAX_FIRST_SEGMENT tokens of each first segment,
-    (B,), and raises ValueError if their lengths are None. max_first_length is an upper bound of them; None if unknown.
-    """
-    if not isinstance(setting, str):
-        return setting, None
-    if first_lengths is None:
-        raise ValueError(
-            f"global_tokens={setting} needs the lengths of the first segments: pass Context(first_lengths=...), as the "
-            "encoder does"
-        )
-    if max_first_length is not None:
-        max_first_length = min(max_first_length, MAX_FIRST_SEGMENT)
-    return first_lengths.clamp(max=MAX_FIRST_SEGMENT), max_first_length
-
-
 def fresh_result(x: Tensor) -> Tensor:
     """Return an uninitialized tensor with the shape, dtype and device of x (B, H, N, D).
 
@@ -154,14 +132,6 @@ def fresh_result(x: Tensor) -> Tensor:
     if is_one_dimension and result.stride(-1) == 1:
         return result
     return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def keep_threshold(dropout: float) -> int:
-    """Return the threshold in [1, 65535] that 16 random bits must be below for a softmax weight to be kept.
-
-    The probability of dropping then differs from `dropout`, which is not 0, by at most 2⁻¹⁶.
-    """
-    return min(max(round((1 - dropout) * 2**16), 1), 2**16 - 1)
 
 
 def choose_backend(backend: str, spec: Spec, inputs: Inputs) -> str:
@@ -261,33 +231,8 @@ def _is_supported_while_compiling(
         return _reason_against(name, Spec(form, block_size), q) is None
 
 
-def _has_autocast(device: str) -> bool:
-    return torch.amp.is_autocast_available(device)  # which torch.compile of torch 2.11 cannot trace
-
-
 # The effect of torch.compiler.assume_constant_result, without its import of the compiler, which takes seconds.
 _is_supported_while_compiling.__dict__["_dynamo_marked_constant"] = True
-_has_autocast.__dict__["_dynamo_marked_constant"] = True
-
-
-def autocast_disabled(x: Tensor) -> AbstractContextManager:
-    """Return a context without autocast on the device of x, where it would round products to half precision."""
-    device = x.device.type
-    if torch._C._is_any_autocast_enabled() and _has_autocast(device):
-        return torch.autocast(device, enabled=False)
-    return nullcontext()
-
-
-def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function so that it runs without autocast on the device of its first tensor."""
-
-    @functools.wraps(function)
-    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        first = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        with autocast_disabled(first):
-            return function(*args, **kwargs)
-
-    return wrapper
 
 
 def attend(spec: Spec, inputs: Inputs, backend: str) -> Tensor:
@@ -296,7 +241,8 @@ def attend(spec: Spec, inputs: Inputs, backend: str) -> Tensor:
     Backends with dropout and compiled calls can be differentiated once; everything else, any number of times. FORMULA
     needs α and β.
     """
-    with autocast_disabled(inputs.q):
+    # The test saves most calls, which have no autocast, a context.
+    with autocast_disabled(inputs.q) if torch._C._is_any_autocast_enabled() else nullcontext():
         if backend == FORMULA:
             out = hybrid_formula(spec, inputs)
         else:

@@ -6,7 +6,7 @@ A landmark is the mean over a segment of a sequence. A few landmarks represent a
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops.dispatch import autocast_disabled, without_autocast
+from lln_fairseq.ops.autocast import autocast_disabled, without_autocast
 
 
 class Landmarks:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from lln_fairseq.ops.dispatch import without_autocast
+from lln_fairseq.ops.autocast import without_autocast
 from lln_fairseq.ops.formula import compute_dtype
 
 

@@ -11,7 +11,7 @@ and with the sums over the keys j that are not padding, the output is A S, where
 As in LLN attention, nothing overflows, and no epsilon is needed.
 
 M is several times D, so the heads are computed in groups, and no tensor of features is kept beyond its group. Given x
-and y, this is LLN attention, with M features in place of D, and backends/torch.py has its gradients.
+and y, this is LLN attention, with M features in place of D, and head_groups.py has its gradients.
 """
 
 import math
@@ -21,7 +21,10 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.ops import formula
-from lln_fairseq.ops.backends.torch import (
+from lln_fairseq.ops.autocast import without_autocast
+from lln_fairseq.ops.dispatch import check_inputs, differentiable_gradients, fresh_result, is_traced_or_transformed
+from lln_fairseq.ops.formula import LLN, Heads, Inputs, KeySums, Spec, clear_padding, compute_dtype
+from lln_fairseq.ops.head_groups import (
     empty_sums,
     head_groups,
     join_heads,
@@ -33,14 +36,6 @@ from lln_fairseq.ops.backends.torch import (
     with_joined_heads,
     write_group,
 )
-from lln_fairseq.ops.dispatch import (
-    check_inputs,
-    differentiable_gradients,
-    fresh_result,
-    is_traced_or_transformed,
-    without_autocast,
-)
-from lln_fairseq.ops.formula import LLN, Heads, Inputs, KeySums, Spec, clear_padding, compute_dtype
 
 
 @without_autocast

@@ -17,8 +17,8 @@ MODELS = {
     "joint": {"lln_diag_mix": "joint_offset"},
     "global": {"lln_diag_mix": "joint_offset", "lln_diag_global_tokens": "first_segment"},
 }
-MOST_CALLS = 33
-MOST_FILES = 7
+MOST_CALLS = {"average": 22, "joint": 24, "global": 30}
+MOST_FILES = {"average": 7, "joint": 7, "global": 9}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -47,5 +47,5 @@ def test_layer_makes_few_calls_in_few_files(name):
     finally:
         sys.setprofile(None)
 
-    assert 10 < len(calls) < MOST_CALLS
-    assert len(set(calls)) <= MOST_FILES
+    assert 10 < len(calls) <= MOST_CALLS[name]
+    assert len(set(calls)) <= MOST_FILES[name]

@@ -69,7 +69,7 @@ def window(backend, block, neighbors, mask=None, counts=None, dropout=0.0, seed=
             return hybrid_formula(spec, tensors)
         if dropout:
             tensors = tensors._replace(seed=torch.tensor([seed], device=q.device))
-        return dispatch.AttentionFunction.apply(spec, backend, None, *tensors)
+        return dispatch.AttentionFunction.apply(spec, backend, *tensors)
 
     return function
 

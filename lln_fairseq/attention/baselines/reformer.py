@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.registry import Attention, option, register_attention
-from lln_fairseq.ops.dispatch import autocast_disabled
+from lln_fairseq.ops.autocast import autocast_disabled
 from lln_fairseq.ops.formula import clear_padding, compute_dtype, explicit_mask
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.registry import Attention, register_attention
-from lln_fairseq.ops.dispatch import without_autocast
+from lln_fairseq.ops.autocast import without_autocast
 from lln_fairseq.ops.formula import clear_padding, compute_dtype
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lln_fairseq.attention.layers import EncoderLayer, register_layer
 from lln_fairseq.attention.registry import option
-from lln_fairseq.ops.dispatch import without_autocast
+from lln_fairseq.ops.autocast import without_autocast
 from lln_fairseq.ops.formula import compute_dtype
 
 EXPANSION = 3  # width within the Toeplitz unit / d

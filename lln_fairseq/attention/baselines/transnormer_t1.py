@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lln_fairseq.attention.context import NO_CONTEXT, Context
 from lln_fairseq.attention.registry import Attention, option, register_attention
-from lln_fairseq.ops.dispatch import without_autocast
+from lln_fairseq.ops.autocast import without_autocast
 from lln_fairseq.ops.formula import clear_padding, compute_dtype
 
 EPSILON = 1e-12  # added to mean squares, so that an output of 0 stays 0

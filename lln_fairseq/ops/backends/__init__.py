@@ -70,6 +70,15 @@ class Backend(Protocol):
 
 
 @functools.cache
+def keep_threshold(dropout: float) -> int:
+    """Return the threshold in [1, 65535] that 16 random bits must be below for a softmax weight to be kept.
+
+    The probability of dropping then differs from `dropout`, which is not 0, by at most 2⁻¹⁶.
+    """
+    return min(max(round((1 - dropout) * 2**16), 1), 2**16 - 1)
+
+
+@functools.cache
 def load_backend(name: str) -> Backend:
     """Return the module of a backend. It is imported at the first call, because importing Triton takes long."""
     return cast(Backend, importlib.import_module(MODULES[name]))

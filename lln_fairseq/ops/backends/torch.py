@@ -1,21 +1,15 @@
 """Hybrid attention in PyTorch on every device and dtype: formula.py for a group of heads after another, and gradients.
 
-A group is so small that its dozen temporary tensors stay in the cache. Let x = α q, y = β k, and let the tensor `do` be
-the gradient of the output times the weight of LLN. The gradients of LLN are
+The gradients of LLN, and their notation, are those of head_groups.py. For the joint form (formula.py), let M be the
+part of P inside the block, O = A S - M v_b, E = do v_bᵀ, de_i = Σ_j Diag_ij E_ij, oe_i = do_i O_i and c' = dc/du, where
+the index b stands for the rows of a block. The gradients are
 
-    dA = do Sᵀ        dx = A (dA - Σ_d A dA)        dS = Aᵀ do        g = (S dSᵀ)_dd - Σ_i dx_id
-    dv = W dS         dy = W (v dSᵀ - g)            dq = α dx         dk = β dy
-
-Here g = -dL is the negated gradient of L. For the joint form (formula.py), let M be the part of P inside the block,
-O = A S - M v_b, E = do v_bᵀ, de_i = Σ_j Diag_ij E_ij, oe_i = do_i O_i and c' = dc/du, where the index b stands for the
-rows of a block. The gradients are
-
-    du = c' oe - (c + c' u) de        dDiag = (1 - c u) E         X = -(c E + du)
-    dA = c do Sᵀ + X W_b              dS = Aᵀ (c do)              dv = W dS + ((1 - c u) Diag - c M)ᵀ do
-    dx = A (dA - δ), δ = Σ_d A dA     g = Σ_i A δ                 dy = W (v dSᵀ + Xᵀ A_b - g)
+    du = c' oe - (c + c' u) de        dDiag = (1 - c u) E         dM = -(c E + du)
+    dA = c do Sᵀ + dM W_b             dS = Aᵀ (c do)              dv = W dS + ((1 - c u) Diag - c M)ᵀ do
+    dx = A (dA - δ), δ = Σ_d A dA     g = Σ_i A δ                 dy = W (v dSᵀ + dMᵀ A_b - g)
 
 The gradient of P is c E outside the block and, because u = 1 - Σ_j M_ij, -du inside the block. It is computed as the
-sum of c E for all keys, which needs only the state, and X inside the block.
+sum of c E for all keys, which needs only the state, and dM inside the block.
 """
 
 import math
@@ -26,7 +20,8 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.ops import formula
-from lln_fairseq.ops.dispatch import fresh_result, keep_threshold
+from lln_fairseq.ops.backends import keep_threshold
+from lln_fairseq.ops.dispatch import fresh_result
 from lln_fairseq.ops.formula import (
     DIAG,
     FLOOR,
@@ -42,11 +37,20 @@ from lln_fairseq.ops.formula import (
     outside_mass,
     outside_weight,
 )
+from lln_fairseq.ops.head_groups import (
+    empty_sums,
+    head_groups,
+    join_heads,
+    keys_backward,
+    load_gradient,
+    queries_backward,
+    select_sums,
+    softmax_backward,
+    store_sums,
+    with_joined_heads,
+    write_group,
+)
 from lln_fairseq.ops.moment_matching import calibration_table, match_moments_pytorch
-
-# Bytes of one temporary tensor of a group. On a GPU, large groups are faster because they need fewer launches.
-GROUP_BYTES = 1 << 20
-GROUP_BYTES_ON_GPU = 256 << 20
 
 
 def reason_against(spec: Spec, q: Tensor) -> str | None:
@@ -58,14 +62,6 @@ def allocate(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Sequence[Tens
     """See `Backend.allocate`."""
     sums = () if spec.form == DIAG else empty_sums(q, q.shape[-1])
     return [fresh_result(x) for x in (q, k, v)], sums
-
-
-def empty_sums(q: Tensor, features: int) -> KeySums:
-    """Return uninitialized sums over the keys of all heads of q (B, H, N, D)."""
-    batch, heads, _, dim = q.shape
-    shapes = ((1, features), (1, features), (features, dim))
-    options: dict[str, Any] = {"dtype": compute_dtype(q.dtype), "device": q.device}
-    return KeySums(*(torch.empty(batch * heads, *shape, **options) for shape in shapes))
 
 
 def forward(spec: Spec, inputs: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None, Sequence[Tensor]]:
@@ -136,21 +132,6 @@ def _sum_backward(spec: Spec, heads: Heads, sums: KeySums | None, do: Tensor, dr
     return gradients
 
 
-def queries_backward(heads: Heads, sums: KeySums, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dx (G, N, D), and dS (G, D, D) and g (G, 1, D), the sums over the queries."""
-    a = formula.query_features(heads, sums)
-    dx = _softmax_backward(do @ sums.state.mT, a)
-    grad_state = a.mT @ do
-    g = (sums.state * grad_state).sum(dim=-1)[:, None] - dx.sum(dim=1, keepdim=True)
-    return dx, grad_state, g
-
-
-def keys_backward(heads: Heads, sums: KeySums, grad_state: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Return dy and dv, (G, N, D)."""
-    w = formula.key_features(heads, sums)
-    return w * (heads.v @ grad_state.mT - g), w @ grad_state
-
-
 def _scale_gradients(heads: Heads, dx: Tensor, dy: Tensor, dv: Tensor) -> list[Any]:
     """Return the gradients of q, k, v, α and β, and 0 for the offset."""
     dalpha = (heads.q * dx).sum(dim=(1, 2))
@@ -163,7 +144,7 @@ def _diag_backward(heads: Heads, do: Tensor, drop: "_Dropout") -> tuple[Tensor, 
     p = formula.probabilities(heads)
     dp = formula.key_products(do, heads.v, heads)
     dv = _transposed_product(drop.apply(p), do, heads)
-    grad_scores = _softmax_backward(drop.apply(dp), p)
+    grad_scores = softmax_backward(drop.apply(dp), p)
     return *_scores_backward(heads, grad_scores), dv
 
 
@@ -191,18 +172,18 @@ def _joint_backward(heads: Heads, sums: KeySums, do: Tensor, drop: "_Dropout") -
     all_e = formula.split_blocks(torch.linalg.vecdot(a, do_state)[..., None], heads)
     outside_e = all_e - torch.linalg.vecdot(inside, e)[..., None]
     du = c_by_u * outside_e - (c + c_by_u * u) * diag_e
-    x = formula.mask_keys(-(c * e + du), heads, 0.0)
+    dm = formula.mask_keys(-(c * e + du), heads, 0.0)
     weights = (1 - c * u) * dropped_p - c * inside
     c_rows = c.flatten(1, 2)
 
-    da = c_rows * do_state + formula.times_keys(x, w, heads)
-    dx = _softmax_backward(da, a)
+    da = c_rows * do_state + formula.times_keys(dm, w, heads)
+    dx = softmax_backward(da, a)
     g = torch.linalg.vecdot(a, da)[:, None] @ a
     grad_state = a.mT @ (c_rows * do)
-    dy = w * (heads.v @ grad_state.mT + _transposed_product(x, a, heads) - g)
+    dy = w * (heads.v @ grad_state.mT + _transposed_product(dm, a, heads) - g)
     dv = w @ grad_state + _transposed_product(weights, do, heads)
     grad_p = drop.apply((1 - c * u) * e)
-    dq, dk = _scores_backward(heads, _softmax_backward(grad_p, p))
+    dq, dk = _scores_backward(heads, softmax_backward(grad_p, p))
     doffset = (c_by_offset * (outside_e - u * diag_e)).sum(dim=(1, 2, 3))
     lln_dq, lln_dk, dv, dalpha, dbeta, _ = _scale_gradients(heads, dx, dy, dv)
     return [lln_dq + dq, lln_dk + dk, dv, dalpha, dbeta, doffset]
@@ -238,11 +219,6 @@ class _Dropout:
         return p * (bits.view(p.shape) < threshold - 2**15) * (2**16 / threshold)
 
 
-def _softmax_backward(grad: Tensor, p: Tensor) -> Tensor:
-    """Return P (dP - Σ P dP), the gradient of the input of a softmax over the last dimension."""
-    return torch.ops.aten._softmax_backward_data(grad, p, -1, p.dtype)
-
-
 def _transposed_product(weights: Tensor, x: Tensor, heads: Heads) -> Tensor:
     """Return Σ_i weights_ij x_i over the queries i of the blocks that have the key j, (G, N, D), for x (G, N, D)."""
     num_global = 0 if heads.global_padding is None else heads.global_padding.shape[-1]
@@ -264,52 +240,7 @@ def _add_up_keys(terms: Tensor, heads: Heads) -> Tensor:
     return total[:, neighbors : neighbors + heads.blocks]
 
 
-def with_joined_heads(inputs: Inputs) -> Inputs:
-    """Return the inputs with `join_heads` applied to q, k and v."""
-    return inputs._replace(q=join_heads(inputs.q), k=join_heads(inputs.k), v=join_heads(inputs.v))
-
-
-def join_heads(x: Tensor) -> Tensor:
-    """Return x (B, H, N, D), or a copy of it if its batch and heads cannot be viewed as one dimension.
-
-    Otherwise every group of heads would copy all of x.
-    """
-    if x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1):
-        return x
-    return x.contiguous()
-
-
-def head_groups(inputs: Inputs, columns: int) -> Iterator[slice]:
-    """Yield slices of the B·H heads, for groups of at least one head. `columns` are those of its largest matrix."""
-    batch, heads, length, _ = inputs.q.shape
-    bytes_per_head = length * columns * compute_dtype(inputs.q.dtype).itemsize
-    budget = GROUP_BYTES if inputs.q.device.type == "cpu" else GROUP_BYTES_ON_GPU
-    size = max(1, budget // max(1, bytes_per_head))
-    for start in range(0, batch * heads, size):
-        yield slice(start, min(start + size, batch * heads))
-
-
 def _groups(spec: Spec, inputs: Inputs) -> Iterator[slice]:
     length, dim = inputs.q.shape[2:]
     keys = (2 * spec.neighbors + 1) * min(spec.block_size, length)
     return head_groups(inputs, max(dim, keys + spec.max_global))
-
-
-def load_gradient(grad: Tensor, heads: Heads, group: slice) -> Tensor:
-    """Return the gradient of the output of a group, (G, N, D), with 0 beyond the last token."""
-    do = grad.flatten(0, 1)[group].to(heads.q.dtype)
-    return torch.nn.functional.pad(do, (0, 0, 0, heads.q.shape[1] - do.shape[1]))
-
-
-def write_group(x: Tensor, target: Tensor, group: slice) -> None:
-    """Write the result x (G, rounded-up N, D) of a group to `target` (B, H, N, D)."""
-    target.flatten(0, 1)[group] = x[:, : target.shape[2]]
-
-
-def store_sums(part: KeySums, sums: KeySums, group: slice) -> None:
-    for x, target in zip(part, sums, strict=True):
-        target[group] = x
-
-
-def select_sums(sums: KeySums, group: slice) -> KeySums:
-    return KeySums(*(x[group] for x in sums))

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from lln_fairseq.ops import formula
+from lln_fairseq.ops.backends import keep_threshold
 from lln_fairseq.ops.backends.cpu.compile import CannotCompile, load_library
-from lln_fairseq.ops.dispatch import fresh_result, keep_threshold
+from lln_fairseq.ops.dispatch import fresh_result
 from lln_fairseq.ops.formula import DIAG, JOINT, LLN, WEIGHTS, Inputs, Spec
 from lln_fairseq.ops.moment_matching import calibration_table
 
@@ -146,9 +147,14 @@ def _call_kernel(
         seed = int(inputs.seed)  # type: ignore[arg-type]
     values: list[float] = [batch, heads, tokens, tile_size, threads]
     values += [threshold, spec.form == JOINT, spec.max_global, reach, seed, *WEIGHTS[spec.form]]
-    contiguous = [None if x is None else x.contiguous() for x in pointers]  # keeps copies alive until the call ends
-    for x in contiguous:
-        values.append(0 if x is None else x.data_ptr())
+    copies = []  # stay alive until the call ends
+    for x in pointers:
+        if x is None:
+            values.append(0)
+        else:
+            x = x.contiguous()
+            copies.append(x)
+            values.append(x.data_ptr())
     values += [0] * (len(POINTERS) - len(pointers))
     values.append(0 if inputs.global_counts is None else inputs.global_counts.data_ptr())
     values.append(scratch.data_ptr())

@@ -356,7 +356,7 @@ def _add_block_gradients(b_da, head, state, b_q, b_do, stats, o_q, start, end, M
     """Compute the gradients that a tile of queries gets from the keys of its blocks.
 
     Returns:
-        The part of dq that comes from the softmax, without the factor META.weight / √D, and b_da + X W in the joint
+        The part of dq that comes from the softmax, without the factor META.weight / √D, and b_da + dM W in the joint
         form, otherwise b_da; both (rows, D) float32.
     """
     if META.form == JOINT:
@@ -424,7 +424,7 @@ def _query_pass(head, state, offset, query_stats, dq, stride_dq, dalpha, doffset
             b_delta = b_c * b_oe - b_du * b_inside
             b_doffset += b_dc_doffset * (b_oe - b_u * b_de)
             stats = QueryStats(b_lse, b_de, b_c, 1.0 - b_c * b_u, b_du, b_delta)
-            # (rows, D): total · dA = c total do Sᵀ + X W
+            # (rows, D): total · dA = c total do Sᵀ + dM W
             b_da *= b_c[:, None] * tl.exp2(tl.load(state.log_total + tl.arange(0, D)))[None, :]
         b_dq, b_da = _add_block_gradients(b_da, head, state, b_q, b_do, stats, o_q, start, end, META)
         if query_stats is not None:

@@ -122,7 +122,7 @@ static void joint_forward(const problem *p, int64_t head, span s, scratch c, con
 /* Compute the backward pass of one row of a block, which belongs to one query. The row has n keys. In place:
 
      p_row   in: the softmax, before dropout    out: the gradient of the scores
-     e_row   in: E = do v'                      out: X
+     e_row   in: E = do v'                      out: dM
      m_row   in: M                              out: inner Diag - c M, which multiplies do in the gradient of v
      grad_a  in: do S'                          out: c do S'
 

@@ -1,4 +1,4 @@
-/* LLN attention. The formulas and symbols are those of backends/torch.py; x' is the transpose of x. */
+/* LLN attention. The formulas and symbols are those of ops/head_groups.py; x' is the transpose of x. */
 
 /* Write A = softmax_d(alpha q + L) of a tile of queries to `a`. */
 static void query_features(span s, const float *q, float alpha, const float *log_sum, float *a) {
