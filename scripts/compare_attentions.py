@@ -342,22 +342,35 @@ def plot_losses(path: Path, results: Sequence[AttentionResults]) -> None:
     for number, result in enumerate(results):
         color = f"C{number}"
         _plot_curves(axes, result.train, "-", color=color, linewidth=0.6, alpha=0.6)
-        _plot_curves(axes, result.valid, "o-", color=color, linewidth=1.8, markersize=4, label=result.attention)
+        marker_size = max(9 - 1.5 * number, 3)  # later curves have smaller markers, because curves often coincide
+        _plot_curves(
+            axes, result.valid, "o-", color=color, linewidth=1.8, markersize=marker_size, label=result.attention
+        )
     title = "loss in training (thin) and validation (points), range over seeds"
     axes.set(xlabel="update", ylabel="loss [bits per masked token]", title=title)
-    axes.legend()
+    axes.legend(title="last validation")
     figure.savefig(path, dpi=120)
 
 
-def _plot_curves(axes: Axes, curves: dict[int, Curve], style: str, color: str, **options: Any) -> None:
-    """Plot the mean and the range of the curves of all seeds at the updates that all of them have."""
+def _plot_curves(axes: Axes, curves: dict[int, Curve], style: str, color: str, label: str = "", **options: Any) -> None:
+    """Plot the mean and the range of the curves of all seeds at the updates that all of them have.
+
+    The legend has the label, if it is not empty, with the mean at the last update.
+    """
     losses_by_seed = [dict(zip(curve.steps, curve.values, strict=True)) for curve in curves.values()]
     if not losses_by_seed:
         return
     steps = sorted(set.intersection(*map(set, losses_by_seed)))
     losses = [[losses[step] for losses in losses_by_seed] for step in steps]
-    axes.plot(steps, list(map(statistics.fmean, losses)), style, color=color, **options)
-    axes.fill_between(steps, list(map(min, losses)), list(map(max, losses)), color=color, alpha=0.15, linewidth=0)
+    means = list(map(statistics.fmean, losses))
+    lowest = list(map(min, losses))
+    highest = list(map(max, losses))
+    if label and means:
+        label = f"{label}: {means[-1]:.3f}"
+    axes.plot(steps, means, style, color=color, label=label, **options)
+    axes.fill_between(steps, lowest, highest, color=color, alpha=0.15, linewidth=0)
+    if len(steps) == 1:  # a filled range has no width
+        axes.vlines(steps, lowest, highest, color=color)
 
 
 def models_argument(text: str) -> list[str]:

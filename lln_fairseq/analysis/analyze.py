@@ -38,13 +38,14 @@ def main(argv: list[str]) -> None:
             check_output_path(path)
     with user_errors():
         result = analyze_checkpoint(args.checkpoint, args.data, args.split, args.batches, args.batch_size)
-    print(f"{args.checkpoint}, split '{args.split}': {report.format_report(result)}")
+    subject = f"{args.checkpoint}, split '{args.split}' of {args.data}"
+    print(f"{subject}: {report.format_report(result)}")
     if args.json:
         with output_path(args.json) as out:
             out.write_text(format_result(result.as_json(), describe_provenance()))
     if args.png:
         with output_path(args.png) as out:
-            report.draw_report(result, out)
+            report.draw_report(result, out, subject)
 
 
 def analyze_checkpoint(

@@ -202,8 +202,11 @@ def format_report(report: AttentionReport) -> str:
     return "\n".join(lines)
 
 
-def draw_report(report: AttentionReport, path: Path) -> None:
-    """Write a PNG figure with six panels to `path`: five measures by layer, and the relative residual by depth."""
+def draw_report(report: AttentionReport, path: Path, subject: str) -> None:
+    """Write a PNG figure with six panels to `path`: five measures by layer, and the relative residual by depth.
+
+    `subject` says in the title what was measured.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -230,7 +233,7 @@ def draw_report(report: AttentionReport, path: Path) -> None:
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         if axis.lines:
             axis.legend()
-    figure.suptitle(f"{report.sequences} sequences, {report.tokens} tokens; points: single heads")
+    figure.suptitle(f"{subject}: {report.sequences} sequences, {report.tokens} tokens; small points: single heads")
     figure.savefig(path, format="png", dpi=110)
 
 

@@ -15,11 +15,14 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from lln_fairseq.analysis.events import Curve
 
 ACCURACY = "valid/accuracy"
 LOSS_SCALE = "train_inner/inverse_loss_scale"
+BESIDE_THE_PANEL = {"loc": "upper left", "bbox_to_anchor": (1, 1)}  # options of a legend that would cover curves
 
 Curves = dict[str, Curve]  # the curves of one run by their tags
 
@@ -37,7 +40,7 @@ class Settings:
 
 
 class Panel(NamedTuple):
-    """The title of one plot, and the labels (with units) and scales of its axes."""
+    """The title of one plot, which may be empty, and the labels (with units) and scales of its axes."""
 
     title: str
     x: str
@@ -101,6 +104,8 @@ class Sheet:
 
     def save(self, path: Path) -> None:
         """Write the figure to `path` with the suffix .png and its data with .csv, and close the figure."""
+        for axes in self.axes:
+            label_logarithmic_axes(axes)
         self.figure.savefig(path.with_suffix(".png"), dpi=120)
         plt.close(self.figure)
         with path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
@@ -109,11 +114,25 @@ class Sheet:
             writer.writerows(self.rows)
 
     def _record(self, panel: int, label: str, x_values: list[float], y_values: list[float]) -> None:
-        title = self.panels[panel].title.replace("$", "")
         x_label = self.panels[panel].x.replace("$", "")
+        title = self.panels[panel].title.replace("$", "") or x_label
         y_label = self.panels[panel].y.replace("$", "")
         for x, y in zip(x_values, y_values, strict=True):
             self.rows.append((title, x_label, y_label, label, f"{x:.6g}", f"{y:.6g}"))
+
+
+def label_logarithmic_axes(axes: Axes) -> None:
+    """Label the logarithmic axes of a finished plot with plain numbers, at powers of ten.
+
+    An axis of less than two decades also has labels at 2 and 5 times the powers. Matplotlib's labels of a short axis,
+    such as 3 x 10⁻¹ and 4 x 10⁻¹, overlap.
+    """
+    for axis in (axes.xaxis, axes.yaxis):
+        if axis.get_scale() == "log":
+            low, high = axis.get_view_interval()
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+            axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            axis.set_minor_formatter(NullFormatter())
 
 
 class LayerScalar(NamedTuple):
@@ -200,6 +219,8 @@ def figure_10(settings: Settings) -> Sheet:
     for number, (label, curve) in enumerate(loss_scales.items()):
         _draw_loss_scale(sheet, len(panels) - 1, label, curve, color=f"C{number}")
     sheet.legend()
+    if accuracies:
+        sheet.legend(0, **BESIDE_THE_PANEL)
     return sheet
 
 
@@ -233,8 +254,8 @@ def _draw_layer_scalars(settings: Settings, scalars: Sequence[LayerScalar], desc
             first = sum(curve.values[0] for curve in layers.values()) / len(layers)
             last = sum(curve.values[-1] for curve in layers.values()) / len(layers)
             sheet.note(f"{label}: {scalar.name}, mean over layers: first {first:.3f}, last {last:.3f}")
-        legend_columns = 1 if len(layers) <= 6 else 2
-        sheet.legend((row + 1) * len(scalars) - 1, ncol=legend_columns)
+        legend_columns = 1 if len(layers) <= 12 else 2
+        sheet.legend((row + 1) * len(scalars) - 1, ncol=legend_columns, **BESIDE_THE_PANEL)
     return sheet
 
 

@@ -381,7 +381,7 @@ def separation_figure(name: str, settings: Settings) -> Sheet:
     panels = []
     for parameter in sweeps.values:
         x_scale = "log" if parameter in LOGARITHMIC_PARAMETERS else "linear"
-        panels.append(Panel(f"by {parameter}", PARAMETER_TITLES[parameter], "draws that succeed [%]", x_scale))
+        panels.append(Panel("", PARAMETER_TITLES[parameter], "draws that succeed [%]", x_scale))
     sheet = Sheet(panels, columns=3, size=(4.6, 3.4))
     sheet.figure.suptitle(f"{sweeps.title}: in how many of {draws} draws are two data sets separated?")
     for panel, (parameter, values) in enumerate(sweeps.values.items()):

@@ -8,6 +8,7 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from lln_fairseq.__main__ import main
 from lln_fairseq.analysis import entropy, measure
@@ -44,8 +45,16 @@ def run_analyze(capsys, *arguments):
 
 
 @pytest.mark.parametrize("attention", ["lln_diag", "softmax"])
-def test_analyze_writes_table_json_and_figure(attention, trained, tmp_path, capsys):
+def test_analyze_writes_table_json_and_figure(attention, trained, tmp_path, capsys, monkeypatch):
     data, checkpoints = trained
+    titles = []
+    save = Figure.savefig
+
+    def savefig(figure, *arguments, **options):
+        titles.append(figure.get_suptitle())
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
     json_file = tmp_path / "a.json"
     png = tmp_path / "a.png"
     options = ("--batches", 2, "--batch-size", 3, "--json", json_file, "--png", png)
@@ -53,7 +62,9 @@ def test_analyze_writes_table_json_and_figure(attention, trained, tmp_path, caps
     code, table, _ = run_analyze(capsys, checkpoints[attention], data, *options)
 
     assert code == 0
-    assert "split 'valid': 4 sequences" in table  # fewer than 2 · 3
+    heading = f"{checkpoints[attention]}, split 'valid' of {data}: 4 sequences, "  # fewer than 2 · 3
+    assert table.startswith(heading)
+    assert titles[0].startswith(heading)
     assert "nan" not in table
     numbers = json.loads(json_file.read_text())
     assert numbers["sequences"] == 4
@@ -111,7 +122,7 @@ def test_analyze_takes_a_fine_tuned_model(tmp_path, monkeypatch, capsys):
     train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *CLASSIFICATION, *LLN, "--max-update", 1)
     code, table, _ = run_analyze(capsys, tmp_path / "run" / "checkpoint_last.pt", data, "--split", "train")
     assert code == 0
-    assert "split 'train': 16 sequences" in table
+    assert f"split 'train' of {data}: 16 sequences" in table
 
 
 def assert_error_of_one_line(result, message):

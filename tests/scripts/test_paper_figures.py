@@ -8,6 +8,7 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from lln_fairseq.ops import moment_matching
+from scripts.figures import Panel, Sheet
 from scripts.figures import paper as paper_figures
 
 RUN_FIGURES = ["1", "8", "9", "10"]
@@ -49,7 +50,22 @@ def test_simulated_figures_are_drawn(simulated, name):
     curves = read_csv(simulated / f"figure_{name}.csv")
     assert len(curves) >= 6
     for (panel, _), points in curves.items():
-        assert len(points) > 1 or panel == "by d"
+        assert len(points) > 1 or panel == "features d"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"), [(0.25, 5, ["0.5", "1", "2", "5"]), (1e-4, 0.3, ["0.0001", "0.001", "0.01", "0.1"])]
+)
+def test_logarithmic_axes_have_few_plain_labels(low, high, labels, tmp_path):
+    sheet = Sheet([Panel("", "x", "y", "log", "linear")])
+    sheet.line(0, "curve", [low, high], [0, 1])
+    sheet.save(tmp_path / "figure")
+    left, right = sheet.axes[0].get_xlim()
+    ticks = sheet.axes[0].get_xticks()
+    shown = [label.get_text() for tick, label in zip(ticks, sheet.axes[0].get_xticklabels(), strict=True)]
+    assert [label for tick, label in zip(ticks, shown, strict=True) if left <= tick <= right] == labels
+    assert not any(label.get_text() for label in sheet.axes[0].get_xticklabels(minor=True))
+    assert list(read_csv(tmp_path / "figure.csv")) == [("x", "curve")]
 
 
 @pytest.fixture(scope="module")
