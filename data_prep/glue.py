@@ -35,7 +35,8 @@ from .archives import FileTree
 from .command import add_build_options, add_tokenizer_option, run_command
 from .directories import directory_files, write_labels
 from .download import fetch_tree, load_tokenizer
-from .glue_tasks import GLUE_TASKS, GlueRows, GlueTask, read_glue_rows, split_cells
+from .glue_rows import GlueRows, read_glue_rows, split_cells
+from .glue_tasks import GLUE_TASKS, GlueTask
 
 FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
 MAX_LISTED_LINES = 20  # line numbers of broken rows in the manifest

@@ -35,7 +35,8 @@ from . import manifest
 from .command import add_build_options, add_tokenizer_option, run_command
 from .download import load_tokenizer
 from .glue import describe_result, glue_result_files, summarize_glue_task, write_glue_task
-from .glue_tasks import GlueRows, GlueTask, read_rows, split_cells
+from .glue_rows import GlueRows, read_rows, split_cells
+from .glue_tasks import GlueTask
 
 FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
 QUOTED = re.compile(r'"(?:[^"]|"")*"')  # a cell as CSV writers quote it
@@ -91,9 +92,9 @@ class ClassLabels:
                 )
 
     def parse(self, label: str, location: str) -> str:
-        """Return the label of a row after renaming, and add it to `seen`.
+        """Return the new name of a row's label, and add the label to `seen` under its old name.
 
-        UserError is raised if it is empty or in quotes, or if it is not a class after renaming.
+        UserError is raised if the label is empty or in quotes, or if the new name is not a class.
         """
         if not label:
             raise UserError(f"{location}: the label is empty")

@@ -23,7 +23,8 @@ from pathlib import Path
 
 from data_prep.download import fetch_tree
 from data_prep.glue import GlueSource
-from data_prep.glue_tasks import GLUE_TASKS, GlueRows
+from data_prep.glue_rows import GlueRows
+from data_prep.glue_tasks import GLUE_TASKS
 from data_prep.tsv import QUOTED
 from lln_fairseq.command import run_main
 from lln_fairseq.errors import UserError

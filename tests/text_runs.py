@@ -7,7 +7,8 @@ from fairseq.data import Dictionary
 from fairseq.tokenizer import tokenize_line
 
 from data_prep import glue
-from data_prep.glue_tasks import GLUE_TASKS, read_glue_rows
+from data_prep.glue_rows import read_glue_rows
+from data_prep.glue_tasks import GLUE_TASKS
 from lln_fairseq.text.read_lines import read_lines
 from lln_fairseq.text.tokenizers import SentencePieceTokenizer, train_sentencepiece
 

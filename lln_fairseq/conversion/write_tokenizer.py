@@ -17,8 +17,8 @@ from lln_fairseq.conversion import tokenizer_json
 from lln_fairseq.conversion.read_tokenizer import PROBES, TOKENIZER
 from lln_fairseq.errors import UserError, first_line
 from lln_fairseq.text.pairs import BERT_PAIRS, ROBERTA_PAIRS
+from lln_fairseq.text.samples import as_line
 from lln_fairseq.text.special_symbols import BOS, EOS, MASK, NUM_SPECIAL, SPECIAL_SYMBOLS, UNKNOWN
-from lln_fairseq.text.text_ids import as_line
 from lln_fairseq.text.tokenizers import TOKENIZER_FILES, SentencePieceTokenizer
 from lln_fairseq.text.vocabulary import Vocabulary
 

@@ -19,7 +19,7 @@ from lln_fairseq.errors import UserError
 from lln_fairseq.inference.outputs import output_path, reject_input_as_output
 from lln_fairseq.inference.predict import add_text_options, open_lines
 from lln_fairseq.inference.text_model import load_text_model
-from lln_fairseq.text.text_ids import LongTextError
+from lln_fairseq.text.samples import LongTextError
 
 
 def main(argv: list[str]) -> None:

@@ -33,7 +33,7 @@ from lln_fairseq.inference.loading import (
 from lln_fairseq.inference.outputs import check_output_path, output_path
 from lln_fairseq.provenance import describe_provenance, format_result
 from lln_fairseq.scores import ClassCounts, pearson, spearman
-from lln_fairseq.text.text_ids import BATCH_TOKENS
+from lln_fairseq.text.samples import BATCH_TOKENS
 
 METRIC_FORMATS = {  # in the order in which the metrics are printed
     "accuracy": "accuracy {:.2%}",

@@ -22,7 +22,7 @@ from lln_fairseq.inference.loading import add_positions_option, add_precision_op
 from lln_fairseq.inference.outputs import STANDARD_STREAM, output_path, reject_input_as_output
 from lln_fairseq.inference.text_model import Prediction, TextModel, load_text_model
 from lln_fairseq.text.read_lines import read_lines
-from lln_fairseq.text.text_ids import ON_LONG, LongTextError
+from lln_fairseq.text.samples import ON_LONG, LongTextError
 
 
 def main(argv: list[str]) -> None:

@@ -26,16 +26,16 @@ from lln_fairseq.checkpoints.source_settings import score_activation, stored_set
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import build_model, require_finite, set_positions, use_precision
 from lln_fairseq.models.matmul_choice import FLOAT32
-from lln_fairseq.text.special_symbols import MASK, NUM_SPECIAL
-from lln_fairseq.text.text_ids import (
+from lln_fairseq.text.samples import (
     CHUNK_CHARACTERS,
     LengthLimit,
+    SampleEncoder,
     Text,
-    TextIds,
     batch_by_length,
     split_into_chunks,
     texts_to_rows,
 )
+from lln_fairseq.text.special_symbols import MASK, NUM_SPECIAL
 from lln_fairseq.text.vocabulary import load_vocabulary
 
 TOKENS = "tokens"  # in place of a pooling: the vectors of all tokens
@@ -64,7 +64,7 @@ class TokenVectors(NamedTuple):
     Attributes:
         vectors: (N, C) float32.
         offsets: the start and the end of each token, in characters of the text, (N, 2) int64; (0, 0) for <s> and </s>.
-            See `TextIds.token_offsets`.
+            See `SampleEncoder.token_offsets`.
     """
 
     vectors: Tensor
@@ -133,7 +133,7 @@ class TextModel(nn.Module):
         self.activation = activation or nn.Identity()
         self.is_sentence_encoder = pooling is not None
         self.pooling = pooling or Pooling()
-        self.ids = TextIds(task, vocabulary)
+        self.ids = SampleEncoder(task, vocabulary)
         self.width = model.encoder.args.encoder_embed_dim
         self.longest = min(task.max_positions(), model.max_positions())
         self.finetuned = is_finetuned(task.cfg._name)

@@ -28,7 +28,7 @@ from fairseq.data import (
 from torch import Tensor
 
 from lln_fairseq.text.long_lines import ResizedDataset
-from lln_fairseq.text.text_ids import cut_sample
+from lln_fairseq.text.samples import cut_sample
 
 
 class WithoutLast(ResizedDataset):

@@ -297,7 +297,7 @@ def mixed_table(models: dict[str, Logits], first_text: int | None, repeats: int)
     """
     from fairseq.data.data_utils import collate_tokens
 
-    from lln_fairseq.text.text_ids import batch_by_length
+    from lln_fairseq.text.samples import batch_by_length
 
     shortest = 0 if first_text is None else first_text + 2
     samples = [random_tokens(max(length, shortest), first_text) for length in mixed_lengths()]

@@ -22,7 +22,7 @@ from lln_fairseq.errors import UserError
 from lln_fairseq.inference.evaluate import compute_outputs, load_finetuned_model
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.models.adapt import SECOND_TEXT
-from lln_fairseq.text.text_ids import cut_sample
+from lln_fairseq.text.samples import cut_sample
 from tests.conversion.classifiers import (
     CLASSIFIERS,
     LABELS,

@@ -33,7 +33,7 @@ from lln_fairseq.conversion.write_tokenizer import NORMALIZATION, TIES, convert_
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.text.pairs import first_segment_lengths
-from lln_fairseq.text.text_ids import TextIds
+from lln_fairseq.text.samples import SampleEncoder
 from lln_fairseq.text.tokenizers import SentencePieceTokenizer, make_tokenizer, train_sentencepiece
 from lln_fairseq.text.vocabulary import Vocabulary, load_vocabulary, new_vocabulary
 from tests.conversion.sources import (
@@ -461,13 +461,13 @@ def with_mask(vocabulary):
     return Vocabulary(vocabulary.tokenizer, f"{vocabulary.dictionary}<mask> 0\n")
 
 
-def make_text_ids(vocabulary):
-    """Return the TextIds with which `predict` encodes texts, for the vocabulary and <mask>."""
+def make_encoder(vocabulary):
+    """Return the SampleEncoder with which `predict` encodes texts, for the vocabulary and <mask>."""
     dictionary = Dictionary()
     for symbol in [*vocabulary.symbols, "<mask>"]:
         dictionary.add_symbol(symbol)
     task = SimpleNamespace(cfg=SimpleNamespace(), source_dictionary=dictionary)
-    return TextIds(task, vocabulary)
+    return SampleEncoder(task, vocabulary)
 
 
 @pytest.mark.parametrize(
@@ -490,7 +490,7 @@ def test_sentencepiece_gives_same_ids_for_nasty_texts(model_type, byte_fallback,
     vocabulary = new_vocabulary(tokenizer)
     generator = random.Random(0)
     texts = ["".join(generator.choices(NASTY, k=generator.randrange(10))) for _ in range(1000)]
-    expected = make_text_ids(vocabulary).encode_lines(texts)
+    expected = make_encoder(vocabulary).encode_lines(texts)
 
     for name, content in convert_tokenizer(with_mask(vocabulary), 64).items():
         (tmp_path / name).write_bytes(content)
@@ -558,7 +558,7 @@ def assert_exported_tokenizer_gives_same_ids(vocabulary, texts, folder):
         (folder / name).write_bytes(content)
     exported = AutoTokenizer.from_pretrained(folder)
     texts = [*texts, "the\nfilm\n\n the plot"]
-    for text, ids in zip(texts, make_text_ids(vocabulary).encode_lines(texts), strict=True):
+    for text, ids in zip(texts, make_encoder(vocabulary).encode_lines(texts), strict=True):
         assert exported(text)["input_ids"] == [0, *ids.tolist()], text
     assert exported.mask_token_id == vocabulary.size
     assert exported.pad_token_id == 1

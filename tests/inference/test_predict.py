@@ -29,7 +29,7 @@ from lln_fairseq.inference.predict import _open_output, open_lines, prediction_l
 from lln_fairseq.inference.text_model import Prediction
 from lln_fairseq.models.matmul_choice import working_way
 from lln_fairseq.models.matmul_ways import WAYS
-from lln_fairseq.text.text_ids import CHUNK_TEXTS, LongTextError, TextIds, split_into_chunks
+from lln_fairseq.text.samples import CHUNK_TEXTS, LongTextError, SampleEncoder, split_into_chunks
 from lln_fairseq.text.vocabulary import load_vocabulary
 from tests.data_prep.conftest import TEXT, small_gpt2
 from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, USER_DIR, make_classification, train
@@ -266,7 +266,7 @@ def test_stream_reports_cut_texts_when_it_is_left(loaded, caplog):
 def test_long_text_is_rejected_before_anything_is_computed(name, act, loaded, monkeypatch):
     model = loaded(name)
     act(model, ["film"])
-    monkeypatch.setattr("lln_fairseq.text.text_ids.CHUNK_TEXTS", 2)
+    monkeypatch.setattr("lln_fairseq.text.samples.CHUNK_TEXTS", 2)
     monkeypatch.setattr(model, "_map_samples", lambda *arguments: pytest.fail("the model computes"))
     with pytest.raises(LongTextError, match=r"texts\[4\] has 72 tokens, but the model takes at most 64") as caught:
         act(model, iter(["film", "story", "film", "story", LONG, "film"]))
@@ -274,7 +274,7 @@ def test_long_text_is_rejected_before_anything_is_computed(name, act, loaded, mo
 
 
 def test_stream_rejects_long_text(loaded, monkeypatch):
-    monkeypatch.setattr("lln_fairseq.text.text_ids.CHUNK_TEXTS", 2)
+    monkeypatch.setattr("lln_fairseq.text.samples.CHUNK_TEXTS", 2)
     stream = loaded("SST-2").predict_each(["film", "story", LONG], on_long="error")
     assert isinstance(next(stream), Prediction)
     next(stream)
@@ -479,7 +479,7 @@ def test_samples_without_special_tokens_are_encoded(loaded, monkeypatch):
 
 @pytest.mark.parametrize("pooling", ["mean", "tokens"])
 def test_vectors_are_computed_while_texts_are_read(pooling, loaded, monkeypatch):
-    monkeypatch.setattr("lln_fairseq.text.text_ids.CHUNK_TEXTS", 4)
+    monkeypatch.setattr("lln_fairseq.text.samples.CHUNK_TEXTS", 4)
     texts_read = itertools.count()
     texts = ("film " * (next(texts_read) % 3) for _ in itertools.count())
     vectors = loaded("lm").encode_each(texts, pooling)
@@ -534,13 +534,13 @@ def test_masked_text_of_byte_level_bpe_keeps_its_parts(left, right, tmp_path):
     vocabulary = load_vocabulary(str(small_gpt2(tmp_path / "gpt2", text, merges=100)))
     mask = 999
     dictionary = SimpleNamespace(index=lambda symbol: mask, bos=lambda: 0)
-    text_ids = TextIds(SimpleNamespace(cfg=SimpleNamespace(), source_dictionary=dictionary), vocabulary)
+    encoder = SampleEncoder(SimpleNamespace(cfg=SimpleNamespace(), source_dictionary=dictionary), vocabulary)
 
-    ids = text_ids.encode_masked(f"{left} ", right).tolist()
+    ids = encoder.encode_masked(f"{left} ", right).tolist()
 
     place = ids.index(mask)
     assert (ids[0], ids[-1]) == (0, 2)
-    assert ids[1:place] == text_ids.encode_lines([left])[0][:-1].tolist()
+    assert ids[1:place] == encoder.encode_lines([left])[0][:-1].tolist()
     symbols = [vocabulary.symbols[number - SPECIAL_COUNT] for number in ids[place + 1 : -1]]
     assert "".join(vocabulary.tokenizer.symbol_text(symbol) for symbol in symbols) == right
 

@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from data_prep import tsv
-from data_prep.glue_tasks import GlueRows
+from data_prep.glue_rows import GlueRows
 from scripts import long_pairs
 from scripts.long_pairs import Task
 from scripts.training import compose_config

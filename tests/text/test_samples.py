@@ -6,7 +6,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from lln_fairseq.text.text_ids import cut_sample
+from lln_fairseq.text.samples import cut_sample
 
 WORDS = [f"w{number}" for number in range(8)]
 VOCABULARY = {symbol: number for number, symbol in enumerate(["<s>", "<pad>", "</s>", "<unk>", *WORDS])}

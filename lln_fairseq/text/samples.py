@@ -1,4 +1,4 @@
-"""Turn texts into the token ids that a task's data set would have for them, and into batches, for prediction."""
+"""Make the samples of texts for prediction: the token ids that a task's data set would have, cut and in batches."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -116,7 +116,7 @@ def _share_room(first: int, second: int, room: int) -> tuple[int, int]:
     return shorter, room - shorter
 
 
-class TextIds:
+class SampleEncoder:
     """Encodes texts into the samples that the training data would have for them, but does not cut long ones.
 
     Args:
