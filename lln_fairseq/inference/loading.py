@@ -21,8 +21,8 @@ from lln_fairseq.errors import UserError, first_line
 from lln_fairseq.models.adapt import extended_rotary_base
 from lln_fairseq.models.half_precision import convert_layers, half_dtype
 from lln_fairseq.models.lln_roberta import complete_config
-from lln_fairseq.models.matmul_choice import AUTO, FLOAT32, PRECISIONS
-from lln_fairseq.models.packing import pack_linear_layers
+from lln_fairseq.models.packed_linear.choice import AUTO, FLOAT32, PRECISIONS
+from lln_fairseq.models.packed_linear.pack import pack_linear_layers
 
 FLOAT16 = "float16"
 GPU_DTYPES = {FLOAT32: torch.float32, "bfloat16": torch.bfloat16, FLOAT16: torch.float16}

@@ -25,7 +25,7 @@ from lln_fairseq.checkpoints.run_tokenizer import check_vocabulary, directories
 from lln_fairseq.checkpoints.source_settings import score_activation, stored_settings
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import build_model, require_finite, set_positions, use_precision
-from lln_fairseq.models.matmul_choice import FLOAT32
+from lln_fairseq.models.packed_linear.choice import FLOAT32
 from lln_fairseq.text.samples import (
     CHUNK_CHARACTERS,
     LengthLimit,

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lln_fairseq.attention import NO_CONTEXT, Context
 from lln_fairseq.models.multihead_attention import LLNMultiheadAttention
-from lln_fairseq.models.packed_linear import PackedLinear
+from lln_fairseq.models.packed_linear.layer import PackedLinear
 from lln_fairseq.ops.rotary import BASE
 
 

@@ -7,7 +7,7 @@ from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
 
 from lln_fairseq.attention import Context, build_attention
-from lln_fairseq.models.packed_linear import PackedWeights
+from lln_fairseq.models.packed_linear.layer import PackedWeights
 from lln_fairseq.ops.formula import compute_dtype
 from lln_fairseq.ops.rotary import BASE, rotary_factors, rotate
 
@@ -32,7 +32,7 @@ class LLNMultiheadAttention(MultiheadAttention):
 
     Attributes:
         packed_projections: computes q, k and v as one product, for inference on a CPU; None until
-            `packing.pack_linear_layers` sets it.
+            `pack.pack_linear_layers` sets it.
     """
 
     packed_projections: PackedWeights | None = None

@@ -1,6 +1,7 @@
 """The options of the attention: those of every registered mechanism, and softmax_layers.
 
 The options of the mechanisms become fields of a fairseq dataclass, from which fairseq makes flags and Hydra keys.
+The layers of `best:N` are chosen in linearize/softmax_layers.py; here, softmax_layers is only read.
 """
 
 import dataclasses

@@ -27,8 +27,8 @@ from lln_fairseq.errors import UserError
 from lln_fairseq.inference.evaluate import compute_outputs, format_predictions, load_finetuned_model
 from lln_fairseq.inference.predict import _open_output, open_lines, prediction_lines
 from lln_fairseq.inference.text_model import Prediction
-from lln_fairseq.models.matmul_choice import working_way
-from lln_fairseq.models.matmul_ways import WAYS
+from lln_fairseq.models.packed_linear.choice import working_way
+from lln_fairseq.models.packed_linear.precisions import WAYS
 from lln_fairseq.text.samples import CHUNK_TEXTS, LongTextError, SampleEncoder, split_into_chunks
 from lln_fairseq.text.vocabulary import load_vocabulary
 from tests.data_prep.conftest import TEXT, small_gpt2

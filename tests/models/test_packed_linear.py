@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lln_fairseq.models import matmul_ways
-from lln_fairseq.models.matmul_choice import working_way
-from lln_fairseq.models.matmul_ways import WAYS, Int8Way, quantize_rows
-from lln_fairseq.models.packed_linear import PackedWeights
-from lln_fairseq.models.packing import pack_linear_layers
+from lln_fairseq.models.packed_linear import precisions
+from lln_fairseq.models.packed_linear.choice import working_way
+from lln_fairseq.models.packed_linear.layer import PackedWeights
+from lln_fairseq.models.packed_linear.pack import pack_linear_layers
+from lln_fairseq.models.packed_linear.precisions import WAYS, Int8Way, quantize_rows
 from tests.models.test_softmax_layers import build_model
 
 
@@ -194,7 +194,7 @@ def random_layer():
 @pytest.mark.parametrize("tokens_per_piece", [1, 2, 256])
 @pytest.mark.parametrize("gelu", [False, True])
 def test_int8_multiplies_quantized_numbers(int8_way, gelu, tokens_per_piece, monkeypatch):
-    monkeypatch.setattr(matmul_ways, "TOKENS_PER_PIECE", tokens_per_piece)
+    monkeypatch.setattr(precisions, "TOKENS_PER_PIECE", tokens_per_piece)
     layer = random_layer()
     x = random_input()
     numbers, scales, offsets = quantize_rows(x, int8_way.lowest, int8_way.dtype)

@@ -65,26 +65,26 @@ class ReformerAttention(Attention):
     def _hash_round(self, q: Tensor, k: Tensor, v: Tensor, rotation: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output of one round of hashing, and the logsumexp of the scores of every query, (B, H, N).
 
-        `rotation` is R, (H, D, directions).
+        `rotation` is R, (H, D, directions). Queries and keys are numbered as tokens, from 0 to N - 1. A query also has
+        a place among the sorted queries, from 0 to chunks · m - 1, where chunk c has the places c m to c m + m - 1.
         """
         length = q.shape[2]
         q_bucket = self.buckets(q, rotation, padding)
         k_bucket = self.buckets(k, rotation, padding)
-        query_order, key_index, is_attended = self._chunk_keys(q_bucket, k_bucket, padding)
-        num_chunks = key_index.shape[2]
-        key_index_flat = key_index.flatten(2)
+        query_at_place, keys_of_chunk, is_attended = self._chunk_keys(q_bucket, k_bucket, padding)
+        num_chunks = keys_of_chunk.shape[2]
 
-        queries = _gather_rows(q, query_order.clamp(max=length - 1)) * self.head_dim**-0.5
-        keys = _gather_rows(k, key_index_flat).unflatten(2, key_index.shape[2:])
+        queries = _gather_rows(q, query_at_place.clamp(max=length - 1)) * self.head_dim**-0.5
+        keys = _gather_rows(k, keys_of_chunk.flatten(2)).unflatten(2, keys_of_chunk.shape[2:])
         scores = queries.unflatten(2, (num_chunks, self.config.chunk_size)) @ keys.mT
         scores = scores.to(compute_dtype(q.dtype)).masked_fill(~is_attended[:, :, :, None], float("-inf"))
         weights = F.dropout(scores.softmax(dim=-1).to(v.dtype), self.active_dropout)
-        values = _gather_rows(v, key_index_flat).unflatten(2, key_index.shape[2:])
-        out = weights @ values
+        values = _gather_rows(v, keys_of_chunk.flatten(2)).unflatten(2, keys_of_chunk.shape[2:])
+        out_at_place = (weights @ values).flatten(2, 3)
+        log_sum_at_place = scores.logsumexp(dim=-1).flatten(2)
 
-        original_order = query_order.argsort(dim=-1)[:, :, :length]
-        log_sum = scores.logsumexp(dim=-1).flatten(2).gather(2, original_order)
-        return _gather_rows(out.flatten(2, 3), original_order), log_sum
+        place_of_query = query_at_place.argsort(dim=-1)[:, :, :length]
+        return _gather_rows(out_at_place, place_of_query), log_sum_at_place.gather(2, place_of_query)
 
     def buckets(self, x: Tensor, rotation: Tensor, padding: Tensor) -> Tensor:
         """Return the bucket of every query or key x (B, H, N, D), int64 (B, H, N), from 0 to 2 · directions - 1.
@@ -107,18 +107,18 @@ class ReformerAttention(Attention):
         """Find the keys that every chunk of sorted queries attends to.
 
         Returns:
-            A tuple of three tensors: first the positions of the queries in sorted order, (B, H, chunks · m), which end
-            with numbers of N or more if m does not divide N. Second the positions of the keys of every chunk, (B, H,
-            chunks, 3 m). Third bool (B, H, chunks, 3 m), which is False for the keys to ignore: a sequence of fewer
-            than 3 m tokens has fewer keys than that.
+            A tuple of three tensors: first the query at every place among the sorted queries, (B, H, chunks · m), which
+            end with numbers of N or more if m does not divide N. Second the keys of every chunk, (B, H, chunks, 3 m).
+            Third bool (B, H, chunks, 3 m), which is False for the keys to ignore: a sequence of fewer than 3 m tokens
+            has fewer keys than that.
         """
         length = padding.shape[1]
         m = self.config.chunk_size
         num_chunks = -(-length // m)
         padding_bucket = 2 * self.rotations.shape[-1]
         q_padded = F.pad(q_bucket, (0, num_chunks * m - length), value=padding_bucket)
-        q_sorted, q_order = q_padded.sort(dim=-1, stable=True)
-        k_sorted, k_order = k_bucket.sort(dim=-1, stable=True)
+        q_sorted, query_at_place = q_padded.sort(dim=-1, stable=True)
+        k_sorted, key_at_place = k_bucket.sort(dim=-1, stable=True)
         num_real = (~padding).sum(dim=1)[:, None, None]
         middle = torch.arange(num_chunks, device=padding.device) * m + m // 2
         middle = middle.minimum(num_real - 1).clamp(min=0).expand(*q_sorted.shape[:2], -1)
@@ -132,8 +132,8 @@ class ReformerAttention(Attention):
         # A sequence that is all padding attends to its padding. The softmax would otherwise be 0/0.
         num_keys = num_real[..., None].masked_fill(num_real[..., None] == 0, length)
         is_attended = place < num_keys
-        key_index = k_order.gather(2, place.clamp(max=length - 1).flatten(2)).view_as(place)
-        return q_order, key_index, is_attended
+        keys_of_chunk = key_at_place.gather(2, place.clamp(max=length - 1).flatten(2)).view_as(place)
+        return query_at_place, keys_of_chunk, is_attended
 
     def get_extra_state(self) -> Tensor:
         return torch.tensor(self.seed)

@@ -4,10 +4,10 @@ from collections import Counter
 
 from torch import nn
 
-from lln_fairseq.models.matmul_choice import FLOAT32, plan_linear_layers
-from lln_fairseq.models.matmul_ways import Shape
 from lln_fairseq.models.multihead_attention import LLNMultiheadAttention
-from lln_fairseq.models.packed_linear import PackedLinear, PackedWeights
+from lln_fairseq.models.packed_linear.choice import FLOAT32, plan_linear_layers
+from lln_fairseq.models.packed_linear.layer import PackedLinear, PackedWeights
+from lln_fairseq.models.packed_linear.precisions import Shape
 
 
 def pack_linear_layers(model: nn.Module, encoder: nn.Module, precision: str = FLOAT32) -> str:
@@ -20,7 +20,7 @@ def pack_linear_layers(model: nn.Module, encoder: nn.Module, precision: str = FL
     Args:
         model: the model.
         encoder: the part of the model that is computed in `precision`; the rest is computed in float32.
-        precision: one of matmul_choice.PRECISIONS.
+        precision: one of choice.PRECISIONS.
     """
     inside = _find_products(encoder)
     used_precision = _pack(inside, precision)

@@ -1,7 +1,7 @@
 """Linear layers that a CPU computes in the fastest way it has, for inference.
 
-`packing.pack_linear_layers` prepares a model. In evaluation mode and without gradients, float32 inputs on a CPU are
-then multiplied with a copy of the weights in the order that the way needs (matmul_ways.py). Everything else - training,
+`pack.pack_linear_layers` prepares a model. In evaluation mode and without gradients, float32 inputs on a CPU are
+then multiplied with a copy of the weights in the order that the way needs (precisions.py). Everything else - training,
 autocast, tracing, other dtypes and devices - is computed by nn.Linear as before, with the same parameters.
 """
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lln_fairseq.models.matmul_ways import Way
+from lln_fairseq.models.packed_linear.precisions import Way
 from lln_fairseq.ops.dispatch import is_traced_or_transformed
 
 

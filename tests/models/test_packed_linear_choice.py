@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from lln_fairseq.models import matmul_choice
-from lln_fairseq.models.matmul_choice import plan_linear_layers, time_ways
-from lln_fairseq.models.matmul_ways import BFloat16Way, OneDNNWay, QLinearWay, TorchWay, Way
-from lln_fairseq.models.packing import pack_linear_layers
+from lln_fairseq.models.packed_linear import choice
+from lln_fairseq.models.packed_linear.choice import plan_linear_layers, time_ways
+from lln_fairseq.models.packed_linear.pack import pack_linear_layers
+from lln_fairseq.models.packed_linear.precisions import BFloat16Way, OneDNNWay, QLinearWay, TorchWay, Way
 
 SHAPE = (64, 48)
 SHAPES = Counter({SHAPE: 3})
@@ -30,7 +30,7 @@ def stub_times(monkeypatch):
 
     def stub(**changed):
         times = {**FAST, **changed}
-        monkeypatch.setattr(matmul_choice, "measured_times", lambda shapes: dict.fromkeys(shapes, times))
+        monkeypatch.setattr(choice, "measured_times", lambda shapes: dict.fromkeys(shapes, times))
 
     return stub
 
@@ -101,7 +101,7 @@ def test_times_are_measured_once_and_kept(cache, monkeypatch):
     (file,) = cache.iterdir()
     stored = json.loads(file.read_text())
     assert list(stored) == ["48 to 64"]
-    monkeypatch.setattr(matmul_choice, "time_ways", None)  # calling it would raise
+    monkeypatch.setattr(choice, "time_ways", None)  # calling it would raise
     assert plan_linear_layers("float32", SHAPES) == first
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")  # of another kind of processor
     with pytest.raises(TypeError):
@@ -128,7 +128,7 @@ def test_ways_that_do_not_work_are_not_chosen(monkeypatch):
         def __call__(self, x, gelu=False):
             raise RuntimeError("could not create a primitive")
 
-    monkeypatch.setattr(matmul_choice, "WAYS", {"torch": TorchWay, "wrong": WrongWay, "failing": FailingWay})
+    monkeypatch.setattr(choice, "WAYS", {"torch": TorchWay, "wrong": WrongWay, "failing": FailingWay})
     times = time_ways(SHAPE)
     assert times["wrong"] == times["failing"] == [math.inf, math.inf]
     assert max(times["torch"]) < math.inf

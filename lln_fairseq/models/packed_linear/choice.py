@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lln_fairseq.models.matmul_ways import FLOAT32, WAYS, Shape, Way
+from lln_fairseq.models.packed_linear.precisions import FLOAT32, WAYS, Shape, Way
 from lln_fairseq.ops.backends.cpu.compile import cpu_description, library_cache, reason_to_distrust
 
 # The relative error of sentence vectors that docs/prediction.md reports for all-MiniLM-L6-v2.
