@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lln_fairseq.linearize import linearize
+from lln_fairseq.linearize import program
 from scripts import quickstart
 from scripts.training import compose_config
 
@@ -75,7 +75,7 @@ def test_missing_archive_ends_the_quickstart_in_one_line(tmp_path, monkeypatch, 
 
     first, second = capfd.readouterr().err.splitlines()  # of data_prep.demo, and of the quickstart
     assert "none.tar.gz" in first
-    assert second.startswith("error: a step ended with exit code 1, see above")
+    assert second == "error: a step failed, see above"
     assert not (tmp_path / "data").exists()
 
 
@@ -109,8 +109,8 @@ def test_quickstart_commands_parse(tmp_path, monkeypatch, capsys):
     finetuning = compose_config("finetune", commands["fine-tune"][4:])
     assert (finetuning.model.attention, finetuning.model.encoder_embed_dim) == ("softmax", 384)
     parsed = []
-    monkeypatch.setattr(linearize, "linearize", parsed.append)
-    linearize.main(commands["linearize"][2:])
+    monkeypatch.setattr(program, "linearize", parsed.append)
+    program.main(commands["linearize"][2:])
     assert parsed[0].option == {"mix": "joint_offset", "gain": "learned", "block_size": 8}
     printed = capsys.readouterr().out
     assert "12.50 bits at first, 8.50 at last" in printed
