@@ -308,32 +308,25 @@ def test_options_that_do_not_fit_are_errors(build, options):
         build(*options)
 
 
-@pytest.mark.parametrize("regression", [False, True])
-def test_model_of_own_rows_is_trained_scored_and_used(tmp_path, build, write, monkeypatch, regression):
+def test_model_of_own_rows_is_trained_scored_and_used(tmp_path, build, write, monkeypatch):
     labels = ("very good", "bad", "n/a")
-    settings = ("--num-classes", 3)
-    options = ()
-    if regression:
-        labels = ("0.5", "-1", "2")
-        settings = ("--num-classes", 1, "--regression-target")
-        options = ("--regression",)
     rows = [(f"film {number}", labels[number % 3]) for number in range(9)]
     path = write("rows.tsv", rows)
-    assert build("--train", path, "--valid", path, *options)[0] == 0
+    assert build("--train", path, "--valid", path)[0] == 0
 
     run = tmp_path / "run"
-    train(monkeypatch, tmp_path / "log", tmp_path / "out", run, *SCORED_CLASSIFICATION, *settings, "--max-update", 1)
+    options = (*SCORED_CLASSIFICATION, "--num-classes", 3, "--max-update", 1)
+    train(monkeypatch, tmp_path / "log", tmp_path / "out", run, *options)
 
     checkpoint = str(run / "checkpoint_last.pt")
     main_evaluate([checkpoint, "--predict", str(tmp_path / "predictions.tsv"), "--json", str(tmp_path / "scores.json")])
     predictions = load(checkpoint).predict([text for text, _ in rows])
     assert json.loads((tmp_path / "scores.json").read_text())["rows"] == 9
-    if not regression:
-        lines = (tmp_path / "predictions.tsv").read_text().splitlines()[1:]
-        assert [line.split("\t")[1] for line in lines] == [prediction.label for prediction in predictions]
-        assert {prediction.label for prediction in predictions} <= set(labels)
-        # More rows for the same classifier, whose labels they need not all have.
-        test = write("test.tsv", rows[:2])
-        more = ("--test", test, "--labels", checkpoint, "--tokenizer", run / "tokenizer")
-        assert build(*more, out="more")[0] == 0
-        main_evaluate([checkpoint, str(tmp_path / "more"), "--split", "test"])
+    lines = (tmp_path / "predictions.tsv").read_text().splitlines()[1:]
+    assert [line.split("\t")[1] for line in lines] == [prediction.label for prediction in predictions]
+    assert {prediction.label for prediction in predictions} <= set(labels)
+    # More rows for the same classifier, whose labels they need not all have.
+    test = write("test.tsv", rows[:2])
+    more = ("--test", test, "--labels", checkpoint, "--tokenizer", run / "tokenizer")
+    assert build(*more, out="more")[0] == 0
+    main_evaluate([checkpoint, str(tmp_path / "more"), "--split", "test"])

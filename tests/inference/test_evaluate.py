@@ -14,9 +14,7 @@ from tests import fairseq_runs
 from tests.fairseq_runs import (
     CLASSIFICATION,
     LLN,
-    MASKED_LM,
     make_classification,
-    make_corpus,
     make_dictionary,
     train,
     write_scores,
@@ -27,12 +25,14 @@ SIZES = (("train", 60), ("valid", 61))
 BIAS = "encoder.sentence_encoder.layers.0.fc1.bias"
 
 
-@pytest.fixture
-def tuned(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
     """Return the data directory, the checkpoint and the log of a fine-tuning."""
-    data = make_classification(tmp_path / "data", sizes=SIZES)
-    log = train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *FINE_TUNING)
-    return data, tmp_path / "run" / "checkpoint_last.pt", log
+    folder = tmp_path_factory.mktemp("tuned")
+    data = make_classification(folder / "data", sizes=SIZES)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        log = train(monkeypatch, folder / "log", data, folder / "run", *FINE_TUNING)
+    return data, folder / "run" / "checkpoint_last.pt", log
 
 
 def evaluate(capsys, *arguments):
@@ -115,13 +115,22 @@ def test_wrong_usage_exits_with_2(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.fixture
-def tuned_on_names(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def trained_on_names(tmp_path_factory):
     """Return the data and the checkpoint of a fine-tuning in which every row has the label yes."""
+    folder = tmp_path_factory.mktemp("names")
     names = ["yes", "no"]  # by frequency, as fairseq-preprocess orders them
-    data = make_classification(tmp_path / "data", sizes=SIZES, names=names, class_of=lambda row, line: 0)
-    train(monkeypatch, tmp_path / "log", data, tmp_path / "run", *FINE_TUNING)
-    return data, tmp_path / "run" / "checkpoint_last.pt"
+    data = make_classification(folder / "data", sizes=SIZES, names=names, class_of=lambda row, line: 0)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        train(monkeypatch, folder / "log", data, folder / "run", *FINE_TUNING)
+    return data, folder / "run" / "checkpoint_last.pt"
+
+
+@pytest.fixture
+def tuned_on_names(trained_on_names, tmp_path):
+    """Return a copy of the data of `trained_on_names`, which may be changed, and the checkpoint."""
+    data, checkpoint = trained_on_names
+    return shutil.copytree(data, tmp_path / "data"), checkpoint
 
 
 def test_predictions_of_unlabeled_split_have_names_of_labels(tuned_on_names, tmp_path, capsys):
@@ -202,8 +211,9 @@ def test_missing_parameter_is_named(tuned, capsys):
     data, checkpoint, _ = tuned
     state = torch.load(checkpoint)
     del state["model"][BIAS]
-    torch.save(state, checkpoint)
-    code, _, error = evaluate(capsys, checkpoint, data)
+    changed = checkpoint.with_name("changed.pt")
+    torch.save(state, changed)
+    code, _, error = evaluate(capsys, changed, data)
     assert code == 1
     assert BIAS in error
 
@@ -218,18 +228,20 @@ def test_outputs_that_are_not_finite_are_rejected(tuned, tmp_path, capsys):
     assert not json_file.exists()
 
 
-def test_bad_input_is_reported_in_one_line(tuned, tmp_path, monkeypatch, capsys):
+def test_bad_input_is_reported_in_one_line(tuned, tmp_path, capsys):
     data, checkpoint, _ = tuned
-    corpus = make_corpus(tmp_path / "corpus")
-    train(monkeypatch, tmp_path / "p.log", corpus, tmp_path / "p", *MASKED_LM, *LLN, "--max-update", 1)
+    state = torch.load(checkpoint)
+    state["cfg"]["task"]["_name"] = "lln_masked_lm"
+    torch.save(state, tmp_path / "pretrained.pt")
     other = shutil.copytree(data, tmp_path / "other")
     make_dictionary(other / "input0" / "dict.txt", fairseq_runs.WORDS[::-1])
     (tmp_path / "text.pt").write_text("no checkpoint")
+    (tmp_path / "empty").mkdir()
     cases = [
         ([tmp_path / "nowhere.pt", data], "no such checkpoint"),
         ([tmp_path / "text.pt", data], "cannot load"),
-        ([tmp_path / "p" / "checkpoint_last.pt", data], "was not fine-tuned: .*lln_masked_lm"),
-        ([checkpoint, tmp_path], "is not a binari[sz]ed data directory"),
+        ([tmp_path / "pretrained.pt", data], "was not fine-tuned: .*lln_masked_lm"),
+        ([checkpoint, tmp_path / "empty"], "is not a binari[sz]ed data directory"),
         ([checkpoint, other], "the dictionary of .*other is not the one"),
         ([checkpoint, data, "--split", "nope"], "cannot load split 'nope'"),
         (["unread.pt", data, "--predict", tmp_path / "P" / "{split}.tsv"], "cannot write .*: no such directory: .*P$"),

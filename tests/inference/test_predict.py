@@ -36,7 +36,6 @@ from tests.fairseq_runs import CLASSIFICATION, LLN, MASKED_LM, USER_DIR, make_cl
 from tests.text_runs import OPTIONS, make_glue, texts_of
 from tests.text_runs import WORDS as WORDS_OF_TEXT
 
-SOURCE_SPLITS = {"valid": "dev", "test": "test"}  # GLUE's names of the splits
 SPECIAL_COUNT = 4  # symbol i of dict.txt has the id 4 + i
 
 
@@ -104,6 +103,7 @@ def test_copies_compute_the_same_and_share_nothing(copied, precision, runs, glue
     assert model.predict(pairs) == expected
 
 
+@pytest.mark.exhaustive
 def test_spawned_process_receives_a_model(loaded, sst2_texts):
     model = loaded("SST-2")
     # A built-in function, so that the process imports this package only because of the model.
@@ -116,13 +116,12 @@ def test_spawned_process_receives_a_model(loaded, sst2_texts):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("split", SOURCE_SPLITS)
-def test_predictions_from_text_equal_those_of_evaluate(name, split, glue, runs):
+def test_predictions_from_text_equal_those_of_evaluate(name, glue, runs, loaded):
     model, task = load_finetuned_model(str(runs[name]), str(glue / name))
-    outputs = compute_outputs(model, task, split)
-    texts = [row if len(row) > 1 else row[0] for row in texts_of(glue, name, SOURCE_SPLITS[split])]
+    outputs = compute_outputs(model, task, "valid")
+    texts = [row if len(row) > 1 else row[0] for row in texts_of(glue, name)]
 
-    predictions = load(runs[name]).predict(texts)
+    predictions = loaded(name).predict(texts)
 
     if name == "STS-B":
         torch.testing.assert_close(torch.tensor(predictions), outputs.logits.view(-1))
@@ -310,7 +309,7 @@ def test_rotary_model_takes_longer_texts(runs, tmp_path, caplog):
     assert warnings_about_cuts(caplog) == []
 
 
-def test_rotary_classifier_predicts_longer_lines(runs, tmp_path, capsys, caplog):
+def test_programs_take_positions_of_a_rotary_classifier(runs, glue, tmp_path, capsys, caplog):
     path = make_rotary(runs["SST-2"], tmp_path)
     (tmp_path / "in").write_text(f"{LONG}\n")
     arguments = (path, "--input", tmp_path / "in", "--on-long", "error")
@@ -319,23 +318,15 @@ def test_rotary_classifier_predicts_longer_lines(runs, tmp_path, capsys, caplog)
     code, printed, _ = predict(capsys, *arguments, "--positions", 72)
 
     assert code == 0
-    ((label, probability),) = load(path, positions=72).predict([LONG])
+    model = load(path, positions=72)
+    ((label, probability),) = model.predict([LONG])
     assert printed == f"{label}\t{probability:.6f}\n"
-    assert (
-        main(["encode", str(path), "--input", f"{tmp_path}/in", "--output", f"{tmp_path}/out", "--positions=72"]) == 0
-    )
-    assert np.array_equal(np.load(tmp_path / "out"), load(path, positions=72).encode([LONG]).numpy())
+    assert encode(capsys, *arguments, "--output", tmp_path / "out", "--positions", 72)[0] == 0
+    assert np.array_equal(np.load(tmp_path / "out"), model.encode([LONG]).numpy())
     assert warnings_about_cuts(caplog) == []
-
-
-def test_evaluate_takes_positions(runs, glue, tmp_path, capsys):
-    path = make_rotary(runs["SST-2"], tmp_path)
-
-    model, task = load_finetuned_model(str(path), str(glue / "SST-2"), positions=72)
-    assert (model.max_positions(), task.max_positions()) == (72, 72)
     assert main(["evaluate", str(path), str(glue / "SST-2"), "--positions", "72"]) == 0
-    assert main(["evaluate", str(runs["SST-2"]), str(glue / "SST-2"), "--positions", "72"]) == 1
-    assert "has no rotary positions" in capsys.readouterr().err
+    _, task = load_finetuned_model(str(path), str(glue / "SST-2"), positions=72)
+    assert task.max_positions() == 72
 
 
 def test_training_mode_does_not_change_outputs(runs):
