@@ -241,7 +241,7 @@ def test_bad_input_is_reported_in_one_line(tuned, tmp_path, capsys):
         ([tmp_path / "nowhere.pt", data], "no such checkpoint"),
         ([tmp_path / "text.pt", data], "cannot load"),
         ([tmp_path / "pretrained.pt", data], "was not fine-tuned: .*lln_masked_lm"),
-        ([checkpoint, tmp_path / "empty"], "is not a binari[sz]ed data directory"),
+        ([checkpoint, tmp_path / "empty"], "input0/dict.txt is missing: prepare the data first"),
         ([checkpoint, other], "the dictionary of .*other is not the one"),
         ([checkpoint, data, "--split", "nope"], "cannot load split 'nope'"),
         (["unread.pt", data, "--predict", tmp_path / "P" / "{split}.tsv"], "cannot write .*: no such directory: .*P$"),
