@@ -19,7 +19,7 @@ def device_of(backend):
     return "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
 
 
-def inputs(mix, batch=2, heads=3, length=40, dim=32, dtype=torch.float32, scale=1.0, device="cpu"):
+def inputs(mix, batch=2, heads=1, length=40, dim=32, dtype=torch.float32, scale=1.0, device="cpu"):
     """Return q, k, v (B, H, N, D), α, β (B, H) and, for joint_offset and GLOBAL, the offset of each head (H,)."""
     tensors = list(random_qkv(batch, heads, length, dim, dtype, scale, device=device))
     generator = torch.Generator().manual_seed(1)

@@ -13,7 +13,14 @@ from lln_fairseq.ops.backends import load_backend
 from lln_fairseq.ops.dispatch import choose_backend
 from lln_fairseq.ops.formula import AVERAGE, DIAG, JOINT, LLN, Inputs, Spec
 from lln_fairseq.ops.lln import lln_diag_attention
-from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_padding, random_qkv, relative_rms
+from tests.helpers import (
+    FLOAT32_FORWARD,
+    FLOAT32_GRADIENT,
+    random_padding,
+    random_qkv,
+    relative_rms,
+    with_representatives,
+)
 
 OPERATOR = "lln_fairseq.hybrid_attention"
 needs_kernels = pytest.mark.skipif(
@@ -55,17 +62,16 @@ def compiler():
     return RecordingCompiler()
 
 
-@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(
-    ("name", "options", "backend"),
+    ("name", "options", "backend", "padded"),
     [
-        ("lln", {}, "aot_eager"),
-        ("lln_diag", {}, "inductor"),
-        ("lln_diag", {"mix": "joint_offset", "block_size": 16}, "aot_eager"),
-        ("lln_diag", {"constants": "paper"}, "aot_eager"),
-        ("lln", {"scope": "batch", "gain": "learned"}, "aot_eager"),
-        ("block_diag", {}, "aot_eager"),
-        ("window", {"block_size": 16}, "aot_eager"),
+        ("lln", {}, "aot_eager", False),
+        ("lln_diag", {}, "inductor", True),
+        ("lln_diag", {"mix": "joint_offset", "block_size": 16}, "aot_eager", True),
+        ("lln_diag", {"constants": "paper"}, "aot_eager", False),
+        ("lln", {"scope": "batch", "gain": "learned"}, "aot_eager", True),
+        ("block_diag", {}, "aot_eager", False),
+        ("window", {"block_size": 16}, "aot_eager", True),
     ],
 )
 def test_compiled_mechanism_equals_eager_execution(name, options, backend, padded):
@@ -100,11 +106,11 @@ def test_graph_has_the_operator_where_kernels_run(head_dim, dtype, backend, is_i
     assert compiler.operators.count(OPERATOR) == (2 if is_in_graph else 0)
 
 
+@pytest.mark.parametrize("backend", with_representatives(["cpu", "triton"], "cpu"))
 @pytest.mark.parametrize(
-    ("backend", "layout"),
-    [("cpu", "heads"), ("cpu", "strided"), pytest.param("triton", "tokens", marks=pytest.mark.exhaustive)],
+    ("form", "matched", "layout"),
+    [(AVERAGE, True, "strided"), (LLN, False, "tokens"), (DIAG, False, "heads"), (JOINT, False, "strided")],
 )
-@pytest.mark.parametrize(("form", "matched"), [(AVERAGE, True), (LLN, False), (DIAG, False), (JOINT, False)])
 def test_operator_passes_torchs_checks(layout, form, matched, backend):
     """Without `matched`, α and β are passed, with gradients."""
     if reason := load_backend(backend).reason_against(Spec(form, 16), torch.empty(1, 1, 1, 32)):

@@ -18,9 +18,10 @@ def backend(request):
     return request.param
 
 
-@pytest.mark.parametrize("offset", [None, OFFSETS[:3]])
-@pytest.mark.parametrize(("length", "real"), [(16, 16), (11, 11), (40, 13)])
-@pytest.mark.parametrize("factor", [0.5, 8.0])
+@pytest.mark.parametrize(
+    ("length", "real", "factor", "offset"),
+    [(16, 16, 0.5, OFFSETS[:3]), (11, 11, 8.0, None), (40, 13, 0.5, None), (40, 13, 8.0, OFFSETS[:3])],
+)
 def test_one_block_of_real_tokens_is_softmax_attention(factor, length, real, offset, backend):
     q, k, v = (x.requires_grad_() for x in random_qkv(batch=1, length=length))
     mask = (torch.arange(length) >= real)[None] if real < length else None
