@@ -46,13 +46,6 @@ def run_python(code):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_importing_package_imports_nothing_else():
-    run_python("""
-import lln_fairseq
-assert set(sys.modules) - loaded == {"lln_fairseq"}
-""")
-
-
 def test_operations_and_attentions_need_only_torch():
     (example,) = [code for code in code_blocks(README, "python") if "lln_diag_attention" in code]
     run_python(f"""
@@ -66,9 +59,10 @@ assert state() == before
 """)
 
 
-def test_register_keeps_root_logger():
+def test_importing_package_imports_nothing_else_and_register_keeps_root_logger():
     run_python("""
 import lln_fairseq
+assert set(sys.modules) - loaded == {"lln_fairseq"}
 lln_fairseq.register()
 lln_fairseq.register()
 assert state()[:2] == before[:2]
