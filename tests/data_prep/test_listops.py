@@ -62,9 +62,9 @@ def test_rows_follow_rules_of_paper():
 
 def test_rows_do_not_depend_on_number_of_workers():
     one = draw_rows(listops.draw_listops_row, "listops", 1, 30, workers=1, chunk_size=8)
-    three = draw_rows(listops.draw_listops_row, "listops", 1, 30, workers=3, chunk_size=8)
+    two = draw_rows(listops.draw_listops_row, "listops", 1, 30, workers=2, chunk_size=8)
 
-    assert one == three
+    assert one == two
     assert len({row.symbols for row in one}) == 30
 
 
