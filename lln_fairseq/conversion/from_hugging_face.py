@@ -131,6 +131,8 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
     stated_config = _read_config(directory)
     notes: list[str] = []
     source = _load_model(directory, stated_config, notes)
+    _require_all_parameters(source, directory)
+    notes += _note_unused_parameters(source, directory)
     sentence_config = read_sentence_config(root)
     pooling = None
     labels: list[str] = []
@@ -143,8 +145,6 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
         pooling = choose_pooling(read_pooling(root, source.sizes.features), source.has_language_head, notes)
     if pooling is not None:
         settings = {name: sentence_config[name] for name in KEPT_SETTINGS if name in sentence_config}
-    _require_all_parameters(source, directory)
-    notes += _note_unused_parameters(source, directory)
     notes += note_prompts(sentence_config, are_kept=pooling is not None)
     notes += note_unknown_settings(root, directory)
     lower_case = read_lower_case(directory)

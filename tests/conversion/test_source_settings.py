@@ -119,12 +119,14 @@ READ = {
     "cls_token mask_token added_tokens_decoder extra_special_tokens additional_special_tokens",
 }
 WITHOUT_EFFECT = {
-    CONFIG: "_name_or_path gradient_checkpointing initializer_range transformers_version use_cache dtype torch_dtype",
+    CONFIG: "_name_or_path bos_token_id chunk_size_feed_forward dtype eos_token_id gradient_checkpointing "
+    "initializer_range is_encoder_decoder output_attentions output_hidden_states return_dict torch_dtype "
+    "transformers_version use_cache",
     PROMPTS: "__version__ model_type",
     TRANSFORMER: "transformer_task modality_config module_output_name unpad_inputs",  # modules.json decides
     # Of slow tokenizers, of decoding, and arguments of calls, for which sentence-transformers gives its own.
-    TOKENIZER: "name_or_path do_basic_tokenize never_split clean_up_tokenization_spaces max_length stride "
-    "truncation_strategy pad_to_multiple_of pad_token_type_id",
+    TOKENIZER: "name_or_path backend is_local local_files_only do_basic_tokenize never_split max_length stride "
+    "clean_up_tokenization_spaces truncation_strategy pad_to_multiple_of pad_token_type_id",
 }
 # The settings in the files of all-MiniLM-L6-v2, which sentence-transformers 2.0 wrote.
 MINILM = {
@@ -159,6 +161,8 @@ def sources(tmp_path_factory):
     make_classifier("bert", folder / "cross-encoder", ["relevance"])
     change(folder / "encoder", MODULES, None, modules("Transformer", "Pooling"))
     change(folder / "cross-encoder", MODULES, None, modules("Transformer"))
+    change(folder / "cross-encoder", PROMPTS, "model_type", "CrossEncoder")
+    change(folder / "cross-encoder", TRANSFORMER, "transformer_task", "sequence-classification")
     for kind in TABLE:
         change(folder / kind, PROMPTS, "prompts", {"query": "query: ", "document": ""})
         change(folder / kind, PROMPTS, "default_prompt_name", None)
