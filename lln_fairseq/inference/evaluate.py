@@ -34,6 +34,7 @@ from lln_fairseq.inference.outputs import check_output_path, output_path
 from lln_fairseq.provenance import describe_provenance, format_result
 from lln_fairseq.scores import ClassCounts, pearson, spearman
 from lln_fairseq.text.samples import BATCH_TOKENS
+from lln_fairseq.text.sentence_datasets import keep_ends_of_cut_samples
 
 METRIC_FORMATS = {  # in the order in which the metrics are printed
     "accuracy": "accuracy {:.2%}",
@@ -88,6 +89,7 @@ def compute_outputs(model: Any, task: Any, split: str, batch_size: int = 64) -> 
     """
     task.load_dataset(split)
     dataset = task.dataset(split)
+    keep_ends_of_cut_samples(dataset)  # fairseq's own task cuts </s> off, and `predict` does not
     lengths = np.maximum.reduce(dataset.sizes)  # `sizes` is a list of arrays (rows,)
     require_short_rows(lengths, task.max_positions(), split)
     batches = task.get_batch_iterator(

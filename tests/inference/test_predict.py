@@ -150,12 +150,15 @@ def test_moved_run_predicts_without_its_data(runs, glue, sst2_texts, tmp_path):
 
 def test_model_of_stock_task_predicts(glue, sst2_texts, tmp_path, monkeypatch):
     options = ["sentence_prediction" if option == "lln_sentence_prediction" else option for option in CLASSIFICATION]
-    stock = (*options, *USER_DIR, "--arch", "roberta", "--max-update", 2)
-    train(monkeypatch, tmp_path / "log", glue / "SST-2", tmp_path / "run", *stock)
+    stock = (*options, *USER_DIR, "--arch", "roberta", "--max-update", 2, "--max-positions", 20)
+    train(monkeypatch, tmp_path / "log", glue / "SST-2", tmp_path / "run", *stock, "--shorten-method", "truncate")
     checkpoint = str(tmp_path / "run/checkpoint_last.pt")
     model, task = load_finetuned_model(checkpoint)
-    expected = format_predictions(task, compute_outputs(model, task, "valid"))
-    assert labels_of(load(checkpoint).predict(sst2_texts)) == expected
+    outputs = compute_outputs(model, task, "valid")
+    predictions = load(checkpoint).predict(sst2_texts)
+    assert labels_of(predictions) == format_predictions(task, outputs)
+    probabilities = torch.tensor([prediction.probability for prediction in predictions])
+    torch.testing.assert_close(probabilities, outputs.logits.softmax(dim=-1).amax(dim=-1))
 
 
 def test_prediction_does_not_depend_on_other_texts(loaded, sst2_texts):
