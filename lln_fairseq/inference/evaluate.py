@@ -174,14 +174,14 @@ def compute_scores(task: Any, outputs: SplitOutputs) -> dict[str, Any]:
 def format_predictions(task: Any, outputs: SplitOutputs, scale: float | None = None) -> list[str]:
     """Return the prediction for every row as text.
 
-    A class has its name in label/dict.txt. A regression's output has three decimals. With a `scale`, it is multiplied
+    A class has its name in label/dict.txt. A score has six decimals, as in `predict`. With a `scale`, it is multiplied
     by that and clamped to [0, scale].
     """
     if task.cfg.regression_target:
         values = outputs.logits.view(-1)
         if scale is not None:
             values = (scale * values).clamp(0, scale)
-        return [f"{value:.3f}" for value in values.tolist()]
+        return [f"{value:.6f}" for value in values.tolist()]
     labels = label_names(task)
     return [labels[number] for number in outputs.logits.argmax(dim=-1).tolist()]
 

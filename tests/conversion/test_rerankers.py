@@ -146,7 +146,7 @@ def test_evaluate_writes_the_scores_of_cross_encoder(linearized, tmp_path):
     rows = [line.split("\t")[1] for line in (tmp_path / "scores.tsv").read_text().splitlines()[1:]]
     expected = cross_encoder_scores(linearized / "in", pairs)
     assert 0 < expected.min() < expected.max() < 1
-    torch.testing.assert_close(torch.tensor([float(row) for row in rows]), expected, rtol=0, atol=6e-4)
+    torch.testing.assert_close(torch.tensor([float(row) for row in rows]), expected, rtol=0, atol=2e-6)
 
 
 def test_linearized_reranker_keeps_the_meaning_of_its_score(linearized):
