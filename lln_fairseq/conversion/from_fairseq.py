@@ -81,7 +81,7 @@ def read_fairseq_checkpoint(path: Path, dictionary: Path | None = None, heads: i
     parameters = _roberta_parameters(tensors, sizes, options, path)
     if HEAD_WEIGHT in parameters:
         options["untie_weights_roberta"] = not torch.equal(parameters[HEAD_WEIGHT], parameters[EMBEDDING])
-    notes = _note_unused_tensors(tensors, parameters, path)
+    notes = _describe_unused_tensors(tensors, parameters, path)
     attention = stored.get("attention")  # fairseq's own RoBERTa does not state it
     if attention is not None:
         options["attention"] = attention
@@ -203,11 +203,11 @@ def _require_shapes(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[in
             )
 
 
-def _note_unused_tensors(tensors: Mapping[str, Tensor], used: Mapping[str, Tensor], path: Path) -> list[str]:
-    """Return a note about the heads for other tasks, which are not converted; an empty list if there are none.
+def _describe_unused_tensors(tensors: Mapping[str, Tensor], used: Mapping[str, Tensor], path: Path) -> list[str]:
+    """Return notes about tensors that are not converted: their names, and advice if one is of a classification head.
 
     Buffers and parameters of an attention are not mentioned. Raises UserError for a parameter of the encoder or the
-    language-model head that RoBERTa does not have.
+    language-model head that RoBERTa does not have, and for a classifier with BERT's form of pairs.
     """
     unused = []
     for name in tensors:

@@ -40,7 +40,7 @@ from lln_fairseq.conversion.parameter_names import (
     head_names,
 )
 from lln_fairseq.conversion.read_tokenizer import SourceVocabulary, read_vocabulary
-from lln_fairseq.conversion.sentence_pooling import (
+from lln_fairseq.conversion.sentence_transformers_files import (
     KEPT_SETTINGS,
     locate_model,
     note_max_length,
@@ -565,9 +565,11 @@ def _encoder_parameters(source: SourceModel, vocabulary: SourceVocabulary, direc
 
 
 def _language_head_parameters(source: SourceModel, directory: Path) -> dict[str, Tensor]:
-    """Return the parameters of the masked-language-model head by fairseq's names, without a tied output matrix.
+    """Return the parameters of the masked-language-model head by fairseq's names.
 
-    Raises UserError if its activation is not that of the layers, as fairseq's is.
+    The output matrix and its bias are included only if the matrix is not tied to the embedding. fairseq's head has the
+    activation of the layers, but the head of Hugging Face's RoBERTa always has GELU: UserError is raised for a RoBERTa
+    whose layers have another one.
     """
     is_stock_roberta = source.family == ROBERTA and source.config.model_type != OURS
     if is_stock_roberta and ACTIVATIONS[source.config.hidden_act] != "gelu":

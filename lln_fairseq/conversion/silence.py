@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Suppress warnings, log messages up to WARNING and the progress bars of transformers."""
+    """Suppress all warnings and log messages up to WARNING of this process, and the progress bars of transformers."""
     from transformers.utils import logging as transformers_logging
 
     disabled = logging.root.manager.disable

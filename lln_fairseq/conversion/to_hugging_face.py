@@ -142,7 +142,7 @@ def convert_to_hugging_face(
         if not config["tie_word_embeddings"]:
             tensors["lm_head.decoder.weight"] = state[HEAD_WEIGHT]
             tensors["lm_head.decoder.bias"] = state[HEAD_BIAS].clone()  # transformers 5 does not tie it either
-    _check_nothing_is_lost(state, sizes)
+    _require_exported_parameters(state, sizes)
     tensors = {name: value.detach().float().contiguous() for name, value in tensors.items()}
     return ExportedModel(config, tensors, purpose)
 
@@ -266,7 +266,10 @@ def _untrained_pooler(features: int) -> dict[str, Tensor]:
 
 
 def _classification_head_tensors(state: Mapping[str, Tensor], head: str, features: int) -> dict[str, Tensor]:
-    """Return the parameters of a classification head. Raises UserError if its inner size is not `features`."""
+    """Return the parameters of the classification head named `head`, by their names in Hugging Face.
+
+    Raises UserError if its inner size is not `features`.
+    """
     tensors = {hugging_face: state[fairseq] for fairseq, hugging_face in classifier_names(head).items()}
     inner = len(tensors["classifier.dense.bias"])
     if inner != features:
@@ -275,10 +278,11 @@ def _classification_head_tensors(state: Mapping[str, Tensor], head: str, feature
 
 
 def _label_config(labels: tuple[str, ...], outputs: int, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of config.json about labels, with the settings of the model that a classifier was converted from.
+    """Return the entries of config.json about labels.
 
-    A regression that was trained here, which has none, names the identity as its activation, because CrossEncoder would
-    apply the sigmoid. Raises UserError if the number of labels is not `outputs`.
+    `settings` are those that `lln-fairseq convert` stored, and empty for a model that was trained here. They override
+    entries; for a single output they are all entries. A regression without settings names the identity as its
+    activation, because CrossEncoder would apply the sigmoid. Raises UserError if the number of labels is not `outputs`.
     """
     if not labels and outputs == 1:
         if settings:
@@ -295,8 +299,11 @@ def _label_config(labels: tuple[str, ...], outputs: int, settings: Mapping[str, 
     return classification | dict(settings)
 
 
-def _check_nothing_is_lost(state: Mapping[str, Tensor], sizes: ModelSizes) -> None:
-    """Raise UserError if the model has a parameter, outside the heads, that Hugging Face's RoBERTa does not have."""
+def _require_exported_parameters(state: Mapping[str, Tensor], sizes: ModelSizes) -> None:
+    """Raise UserError if the encoder has a parameter that Hugging Face's RoBERTa does not have.
+
+    The heads, parameters of an attention and fairseq's `.version` buffers are not checked.
+    """
     exported = {SECOND_TEXT, *(name.fairseq for name in encoder_names(sizes))}
     for name in state:
         is_attention = ATTENTION_PREFIX in name

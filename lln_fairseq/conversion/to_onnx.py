@@ -7,7 +7,7 @@
     outputs of a masked language model: logits (B, N, V)
     outputs of an encoder: token_embeddings (B, N, C), sentence_embedding (B, C), last_hidden_state (B, N, C)
 
-The model is traced through transformers. The file is kept only if onnxruntime reproduces the model's outputs with it.
+The model is traced through transformers, and onnxruntime must reproduce its outputs.
 """
 
 import importlib.util
@@ -104,7 +104,8 @@ def write_onnx(
         pooling: how an encoder computes the vector of a text; None for a model with a head.
 
     Raises:
-        UserError: if the model cannot be traced, or onnxruntime fails or its outputs differ.
+        UserError: if the model cannot be traced, or onnxruntime fails or its outputs differ. Files that were written
+            stay in `directory`, which the caller removes.
     """
     with silence(), torch.no_grad():
         model = _load_exported_model(directory, config["architectures"][0])

@@ -179,9 +179,10 @@ def _is_tie(vocabulary: Vocabulary, first: Sequence[int], second: Sequence[int])
 
 
 def describe_differences(files: Mapping[str, bytes]) -> list[str]:
-    """Return lines for the model card that say which texts get other ids from the result of `convert_tokenizer`.
+    """Return lines for the model card: which texts get other ids from the exported tokenizer than from the original.
 
-    Only SentencePiece models have such texts. Raises UserError if spm.model is damaged.
+    `files` are those of the original. Only SentencePiece models have such texts. Raises UserError if spm.model is
+    damaged.
     """
     lines = []
     if _has_normalization_table(files):

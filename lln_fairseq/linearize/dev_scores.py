@@ -9,7 +9,7 @@ from torch import nn
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.evaluate import METRIC_FORMATS, compute_scores, require_short_rows, score_batches
 from lln_fairseq.linearize.attention_transfer import swapped_attention
-from lln_fairseq.linearize.layerwise import TOKENS_PER_BATCH
+from lln_fairseq.linearize.students import TOKENS_PER_BATCH
 from lln_fairseq.linearize.task_rows import TaskRows
 from lln_fairseq.terminal import progress_bar
 

@@ -36,7 +36,7 @@ from lln_fairseq.linearize import teacher
 from lln_fairseq.linearize.classifier import ClassifierLinearization
 from lln_fairseq.linearize.dev_scores import format_score
 from lln_fairseq.linearize.progress import Progress
-from lln_fairseq.linearize.softmax_layers import number_layers
+from lln_fairseq.linearize.softmax_layers import resolve_softmax_layers
 from lln_fairseq.linearize.stages import Linearization
 from lln_fairseq.linearize.text_encoder import HELD_OUT_COUNT, TextLinearization
 from lln_fairseq.models import LLNRobertaModel
@@ -64,7 +64,7 @@ def linearize(args: argparse.Namespace) -> None:
     if skips_transfer:
         args.steps = 0
     layers = teacher.require_softmax(args.teacher)
-    args.softmax_layers = number_layers(args.softmax_layers, layers)
+    args.softmax_layers = resolve_softmax_layers(args.softmax_layers, layers)
     progress = Progress(args)
     if progress.complete:
         for label, score in progress.scores.items():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.evaluate import score_batches
 from lln_fairseq.linearize.attention_transfer import TokenStream, swapped_attention
-from lln_fairseq.linearize.layerwise import SEED, TOKENS_PER_BATCH, Students
+from lln_fairseq.linearize.students import SEED, TOKENS_PER_BATCH, Students
 from lln_fairseq.linearize.task_rows import TaskRows
 from lln_fairseq.models.options import format_softmax_layers, parse_softmax_layers
 from lln_fairseq.terminal import progress_bar
@@ -23,8 +23,10 @@ ROUNDED_TO_ZERO = 5e-5  # smaller distances are printed as 0.0000
 BEST = re.compile(r"best:([1-9]\d*)")
 
 
-def number_layers(text: str, layers: int) -> str:
-    """Return the option --softmax-layers with numbers, "3,7" for "every:4"; "best:N" stays, and "" stands for no layer.
+def resolve_softmax_layers(text: str, layers: int) -> str:
+    """Return the option --softmax-layers with numbers in place of "every:N": "3,7" for "every:4" of 8 layers.
+
+    "best:N", and "" for no layer, are returned unchanged.
 
     Args:
         text: the option: numbers, "every:N", "best:N" or ""

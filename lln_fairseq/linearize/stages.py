@@ -7,9 +7,9 @@ import shlex
 from lln_fairseq.conversion.convert import CHECKPOINT
 from lln_fairseq.errors import UserError
 from lln_fairseq.linearize.distillation import Distillation
-from lln_fairseq.linearize.layerwise import Students
 from lln_fairseq.linearize.progress import Progress
 from lln_fairseq.linearize.softmax_layers import BEST, Distance, find_best_layers
+from lln_fairseq.linearize.students import Students
 from lln_fairseq.models import LLNRobertaModel
 from lln_fairseq.models.options import parse_softmax_layers
 

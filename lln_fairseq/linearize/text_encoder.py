@@ -11,10 +11,10 @@ from lln_fairseq.checkpoints.compatibility import check_tokenizer
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.errors import UserError, first_line
 from lln_fairseq.linearize.attention_transfer import TokenStream
-from lln_fairseq.linearize.layerwise import HeldOutSet
 from lln_fairseq.linearize.progress import Progress, assert_finite
 from lln_fairseq.linearize.softmax_layers import Distance, encoder_distance, layer_list, mixed_attentions
 from lln_fairseq.linearize.stages import Linearization
+from lln_fairseq.linearize.students import HeldOutSet
 from lln_fairseq.models import LLNRobertaModel
 from lln_fairseq.text.checks import check_lines, require_binarized
 from lln_fairseq.text.vocabulary import recorded_identity

@@ -14,7 +14,8 @@ from lln_fairseq.errors import TrainingError, UserError, first_line
 def explain_nan(trainer: Trainer) -> Iterator[None]:
     """Turn a FloatingPointError in the `with` block, which makes an update, into a TrainingError that explains it.
 
-    Its message names the update, the module or parameter with the first NaN, and the last loss scales.
+    Its message names the update, the last loss scales, and where the NaN was seen first: the module that fairseq's
+    NanDetector reports, for which fairseq repeats the step, or else the first parameter that is not finite.
     """
     with _collect_warnings("fairseq.nan_detector") as warnings:
         try:

@@ -16,7 +16,8 @@ def plan_schedule(trainer: Trainer, batches: int) -> None:
     """Set the warm-up and the last update of the trainer's schedule, in place, if --warmup-fraction is set.
 
     The warm-up takes this fraction of all updates, and the decay takes the remaining ones. The learning rate is then
-    that of the trainer's current update. `batches` is the number of batches of one worker in an epoch.
+    that of the trainer's current update. `batches` is the number of batches of one worker in an epoch. UserError is
+    raised unless the scheduler is polynomial_decay and --max-epoch or --max-update limits the run.
     """
     fraction = getattr(trainer.cfg.task, "warmup_fraction", None)
     if fraction is None:

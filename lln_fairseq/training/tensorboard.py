@@ -27,7 +27,7 @@ COUNT = "layer_scalars_count"  # key of the logging output: the number of calls 
 TENSORBOARD_RUN = "attention"  # directory next to fairseq's train_inner, train and valid
 
 # The panels of the paper's figures for TensorBoard's custom scalars; tags are selected by regular expressions.
-LAYOUT = {
+PANELS = {
     "paper": {
         "loss (figure 8a)": ["Multiline", ["^loss$"]],
         "inverse loss scale of fp16 (figures 8b, 10b)": ["Multiline", ["^inverse_loss_scale$"]],
@@ -56,7 +56,7 @@ class LayerScalars:
 
     The scalars are added to fairseq's logging output of a batch. fairseq sums them over batches and workers, so their
     means are correct with gradient accumulation and several workers. A layer that LayerDrop left out has no value in
-    that update. `cfg` is the configuration of the task.
+    that update. `cfg` is the configuration of the task; without its tensorboard_logdir, nothing is computed or written.
     """
 
     def __init__(self, cfg: Any) -> None:
@@ -93,7 +93,10 @@ class LayerScalars:
         return {**log, SCALARS: totals, COUNT: counts}
 
     def log(self, logging_outputs: list[dict[str, Any]]) -> None:
-        """Write the means of the scalars over all batches and workers, if there are any; only in the first worker."""
+        """Write the mean of each scalar over all batches and workers to TensorBoard, not to fairseq's metrics.
+
+        Only the first worker writes, and means that are NaN or infinite are left out.
+        """
         observed = [log for log in logging_outputs if SCALARS in log]
         if observed and is_first_worker():
             count = sum(log[COUNT] for log in observed)
@@ -101,7 +104,7 @@ class LayerScalars:
             self._write_layers((total / count).tolist(), self._updates + 1)
 
     def _write_layers(self, layers: list[list[float]], updates: int) -> None:
-        """Write the scalars of each layer, in the order of layer_scalars.NAMES. Leave out NaN and infinite values."""
+        """Write the scalars of each layer, in the order of layer_scalars.NAMES."""
         if self._writer is None:
             self._writer = open_writer(self.cfg.tensorboard_logdir, TENSORBOARD_RUN, self._start or 0)
         for number, values in enumerate(layers):
@@ -144,7 +147,7 @@ def write_configuration(cfg: Any) -> None:
     # metrics. Without it, the tab shows those of all runs.
     _, session_start, _ = hparams(hparams_columns(plain_config(cfg)), {})
     with open_writer(cfg.common.tensorboard_logdir, "", 0) as writer:
-        writer.add_custom_scalars(LAYOUT)
+        writer.add_custom_scalars(PANELS)
         writer.add_text("configuration", "    " + config_yaml(cfg).replace("\n", "\n    "))
         writer.file_writer.add_summary(session_start)
 

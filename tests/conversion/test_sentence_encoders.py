@@ -13,7 +13,7 @@ from lln_fairseq.checkpoints.pooling import Pooling, stored_pooling
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.conversion.convert import convert
 from lln_fairseq.conversion.export import export
-from lln_fairseq.conversion.sentence_pooling import MODE_FLAGS, read_pooling, sentence_files
+from lln_fairseq.conversion.sentence_transformers_files import MODE_FLAGS, read_pooling, sentence_files
 from lln_fairseq.errors import UserError
 from lln_fairseq.text.vocabulary import load_vocabulary
 from tests.conversion.sources import TEXTS, make_model, make_model_with_settings

@@ -16,7 +16,7 @@ from lln_fairseq.inference.loading import load_model
 from lln_fairseq.linearize import progress, softmax_layers
 from lln_fairseq.linearize.attention_transfer import swapped_attention
 from lln_fairseq.linearize.distillation import Distillation
-from lln_fairseq.linearize.layerwise import Students
+from lln_fairseq.linearize.students import Students
 from lln_fairseq.linearize.task_rows import TaskRows, encoder_tokens
 from lln_fairseq.training.recipes import layout_options
 from tests import text_runs

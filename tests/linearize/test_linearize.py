@@ -16,7 +16,7 @@ from lln_fairseq.checkpoints.reading import PLUGIN_STATE
 from lln_fairseq.conversion.convert import convert
 from lln_fairseq.inference.loading import load_model
 from lln_fairseq.linearize.attention_transfer import swapped_attention
-from lln_fairseq.linearize.layerwise import Students
+from lln_fairseq.linearize.students import Students
 from lln_fairseq.linearize.text_encoder import held_out_count, held_out_lengths, read_texts
 from tests.fairseq_runs import LLN, MASKED_LM, WORDS, make_classification, make_corpus, train
 from tests.helpers import relative_rms

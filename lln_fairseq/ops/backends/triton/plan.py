@@ -38,7 +38,7 @@ PADDING = Inputs._fields.index("padding")  # its place in the layouts of forward
 COLUMNS = 256  # elements of a state that a program of the kernels that combine splits computes
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """What a launch depends on besides options. `layout_of` returns it."""
 
     shape: torch.Size  # (B, H, N, D)
@@ -48,7 +48,7 @@ class Layout(NamedTuple):
     alignment: tuple[bool | None, ...]  # of each tensor: True if its address is a multiple of 16
 
 
-def layout_of(*tensors: Tensor | None) -> Layout:
+def layout_of(*tensors: Tensor | None) -> TensorLayout:
     """Return shape, dtype, device, strides and alignment of the tensors of a call, in their order; the first is q."""
     strides: list[tuple[int, ...] | None] = []
     alignment: list[bool | None] = []
@@ -61,7 +61,7 @@ def layout_of(*tensors: Tensor | None) -> Layout:
             alignment.append(x.data_ptr() % 16 == 0)
     q = tensors[0]
     assert q is not None
-    return Layout(q.shape, q.dtype, q.device, tuple(strides), tuple(alignment))
+    return TensorLayout(q.shape, q.dtype, q.device, tuple(strides), tuple(alignment))
 
 
 class SplitPlan(NamedTuple):
@@ -115,7 +115,7 @@ def have_common_strides(shape: torch.Size, strides: Sequence[tuple[int, ...] | N
     return True
 
 
-def _common_strides(layout: Layout, count: int) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
+def _common_strides(layout: TensorLayout, count: int) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
     """Decide whether the first `count` tensors must be copied, because their strides differ.
 
     Returns: True if they must be made contiguous, the strides that they then have, and those of torch.empty_like(q).
@@ -129,17 +129,17 @@ def _common_strides(layout: Layout, count: int) -> tuple[bool, tuple[int, ...], 
     return is_copied, q.stride()[:3], torch.empty_like(q).stride()[:3]
 
 
-def _tile(name: str, layout: Layout, block_size: int = 0) -> Tile:
+def _tile(name: str, layout: TensorLayout, block_size: int = 0) -> Tile:
     return select_tile(name, layout.device, layout.dtype, layout.shape[3], block_size)
 
 
-def _settings(layout: Layout, rows: int, has_padding: bool, form: str, **chunk: Any) -> Settings:
+def _settings(layout: TensorLayout, rows: int, has_padding: bool, form: str, **chunk: Any) -> Settings:
     dim = layout.shape[3]
     return Settings(dim, rows, dot_dtype(layout.dtype), has_padding, form, max(WEIGHTS[form]), **chunk)
 
 
 def _chunk_kernel(
-    function: Any, name: str, layout: Layout, spec: Spec, has_padding: bool, *numbers: Any, **constants: Any
+    function: Any, name: str, layout: TensorLayout, spec: Spec, has_padding: bool, *numbers: Any, **constants: Any
 ) -> Kernel:
     """Return a kernel each of whose programs computes one chunk of one head, on the grid (B H, chunks).
 
@@ -167,7 +167,7 @@ def _chunk_kernel(
 
 
 @functools.lru_cache(CACHED)
-def plan_moments(layout: Layout, size: int) -> tuple[bool, SplitPlan]:
+def plan_moments(layout: TensorLayout, size: int) -> tuple[bool, SplitPlan]:
     """Plan moment matching. The layout is that of q, k, the padding and the table, which has `size` points.
 
     Returns: whether q and k are made contiguous first, and the kernels.
@@ -194,7 +194,7 @@ def plan_moments(layout: Layout, size: int) -> tuple[bool, SplitPlan]:
 
 
 @functools.lru_cache(CACHED)
-def plan_forward(spec: Spec, layout: Layout) -> ForwardPlan:
+def plan_forward(spec: Spec, layout: TensorLayout) -> ForwardPlan:
     """Plan a forward pass. The layout is that of the `Inputs`."""
     batch, heads, length, dim = layout.shape
     is_copied, strides, out_strides = _common_strides(layout, 3)
@@ -220,14 +220,14 @@ def plan_forward(spec: Spec, layout: Layout) -> ForwardPlan:
     return ForwardPlan(is_copied, state, output, output.constants["META"].has_global)
 
 
-def _combine_kernel(function: Any, layout: Layout, numbers: tuple[int, ...], **constants: Any) -> Kernel:
+def _combine_kernel(function: Any, layout: TensorLayout, numbers: tuple[int, ...], **constants: Any) -> Kernel:
     batch, heads, _, dim = layout.shape
     grid = (batch * heads, dim * dim // COLUMNS, 1)
     return Kernel(function, grid, layout.device, numbers, {**constants, "D": dim, "COLS": COLUMNS, "num_warps": 4})
 
 
 @functools.lru_cache(CACHED)
-def plan_backward(spec: Spec, layout: Layout, needed: tuple[bool, ...]) -> BackwardPlan:
+def plan_backward(spec: Spec, layout: TensorLayout, needed: tuple[bool, ...]) -> BackwardPlan:
     """Plan a backward pass. The layout is that of the `Inputs`, the saved tensors and, last, the gradient.
 
     `needed` says which of the gradients of α, β and the offset are computed. Triton compiles a kernel anew if one of

@@ -256,9 +256,10 @@ def note_prompts(config: dict[str, Any], are_kept: bool) -> list[str]:
 
 
 def note_unknown_settings(root: Path, directory: Path) -> list[str]:
-    """Return a note for each file with settings that have a value and are not read.
+    """Return notes about the files of sentence-transformers that have settings which this project does not know.
 
-    `root` and `directory` are the results of `locate_model`.
+    Settings that are known but change no vector and no score are not mentioned. `root` and `directory` are the results
+    of `locate_model`.
     """
     notes = _note_unknown(read_sentence_config(root), PROMPT_SETTINGS, PROMPT_CONFIG)
     return notes + _note_unknown(_read_transformer_config(directory), TRANSFORMER_SETTINGS, SENTENCE_CONFIG)
