@@ -41,3 +41,11 @@ class TrainingOptions:
     log_interval: int = II("common.log_interval")
     tensorboard_logdir: Optional[str] = II("common.tensorboard_logdir")
     no_save_optimizer_state: bool = II("checkpoint.no_save_optimizer_state")
+
+
+def both_names(option: str) -> str:
+    """Return an option as a flag of fairseq-train and as a Hydra key, such as "--seed (common.seed)"."""
+    group, key = option.split(".")
+    if key == "_name":
+        key = group
+    return f"--{key.replace('_', '-')} ({option})"

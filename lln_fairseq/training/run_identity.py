@@ -28,6 +28,7 @@ from lln_fairseq.checkpoints.saving import LAST
 from lln_fairseq.errors import UserError
 from lln_fairseq.files import data_hash, sha256_of
 from lln_fairseq.models.options import mechanism_by_option
+from lln_fairseq.training.options import both_names
 
 # All options of these groups are compared, except for the options listed here: those may change when a run resumes.
 MAY_CHANGE = {
@@ -64,6 +65,7 @@ COMPARED = {
 }
 CLASSES = {"model": ARCH_MODEL_REGISTRY, "task": TASK_REGISTRY}  # the classes of the other groups are in REGISTRIES
 NO_LIMIT = "unlimited"
+UPDATE_SIZES = ("sequences an update", "tokens an update")  # also columns of TensorBoard's HPARAMS tab
 # If batches are limited by sequences and by tokens, one of these two settings may change.
 TOKEN_LIMITS = {"tokens an update", "dataset.max_tokens"}
 
@@ -82,22 +84,33 @@ def check_same_run(
     options = cfg.checkpoint
     if options.reset_optimizer or options.reset_lr_scheduler or options.reset_dataloader:
         return
-    saved = state.get("cfg")
-    _reject_shared_sequences(options.save_dir, saved)
+    saved: Mapping[str, Any] = state["cfg"] if isinstance(state.get("cfg"), Mapping) else {}
+    size = plain_options(saved.get("task")).get("sequence_parallel_size") or 1
+    if size != 1:  # version 0.3.0 could share sequences among workers
+        raise UserError(
+            f"{options.save_dir} holds a run with task.sequence_parallel_size={size}, which versions after 0.3.0 do "
+            "not have: resume it with 0.3.0, or start a new run from its checkpoint (checkpoint.finetune_from_model)"
+        )
+    changes = []
+    before = result_settings(saved)
+    now = result_settings(plain_config(cfg))
+    for setting in changed_settings(before, now):
+        if options.reset_meters and setting.startswith("checkpoint."):  # the old scores are discarded
+            continue
+        name = setting if setting in UPDATE_SIZES else both_names(setting)
+        changes.append(f"{name} = {before[setting]} in the checkpoint, now {now[setting]}")
     origin: dict[str, Any] = plugin_state(state)
-    changes = changed_settings(saved, cfg)
-    if options.reset_meters:  # the old scores are discarded, so another metric does no harm
-        changes = [change for change in changes if not change.startswith("checkpoint.")]
     if _differs("content", origin, current):
         changes.append("other training data")
     chooses_best = not (options.reset_meters or cfg.dataset.disable_validation)
     if chooses_best and _differs("validation", origin, current):
-        changes.append("other validation data (--reset-meters forgets the scores on the old ones)")
+        reset = both_names("checkpoint.reset_meters")
+        changes.append(f"other validation data: {reset} forgets the scores on the old ones")
     saved_labels = origin.get("labels")
     if saved_labels and saved_labels != labels:  # the binarized data have only the numbers of the classes
         changes.append(f"the labels {saved_labels} in the checkpoint, now {labels}")
     if "start" in origin and _has_other_start(options, origin["start"], saved):
-        changes.append("another initial model (checkpoint.finetune_from_model)")
+        changes.append(f"another initial model, {both_names('checkpoint.finetune_from_model')}")
     if changes:
         raise UserError(
             f"{options.save_dir} holds another run: {'; '.join(changes)}. Restore the old settings, or choose another "
@@ -105,16 +118,20 @@ def check_same_run(
         )
 
 
-def _reject_shared_sequences(save_dir: str, saved: Any) -> None:
-    """Raise UserError for a run of version 0.3.0 or older whose workers shared their sequences."""
-    if not isinstance(saved, Mapping):
-        return
-    size = plain_options(saved.get("task")).get("sequence_parallel_size") or 1
-    if size != 1:
-        raise UserError(
-            f"{save_dir} holds a run with task.sequence_parallel_size={size}, which versions after 0.3.0 do not have: "
-            "resume it with 0.3.0, or start a new run from its checkpoint (checkpoint.finetune_from_model)"
-        )
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the names of the settings that differ between two results of `result_settings`.
+
+    A setting that one of them lacks is not a difference, nor is the number 16 from the text "16": Hydra reads
+    model.lln_diag_global_tokens=16 as a number, and fairseq-train as text. If the batches of `before` are limited by
+    sequences, "tokens an update" and "dataset.max_tokens" are named only if both differ.
+    """
+    changed = []
+    for name, value in before.items():
+        if name in now and value != now[name] and str(value) != str(now[name]):
+            changed.append(name)
+    if "dataset.max_tokens" in before and not TOKEN_LIMITS.issubset(changed):
+        changed = [name for name in changed if name not in TOKEN_LIMITS]
+    return changed
 
 
 def _differs(name: str, recorded: Mapping[str, Any], current: Mapping[str, str]) -> bool:
@@ -157,7 +174,7 @@ def _hash_initial_model(cfg: DictConfig) -> str | None:
     return sha256_of(Path(path))
 
 
-def _has_other_start(cfg: DictConfig, recorded: str, saved: Any) -> bool:
+def _has_other_start(cfg: DictConfig, recorded: str, saved: Mapping[str, Any]) -> bool:
     """Return True if the requested initial model is known to differ from the one that a run started from.
 
     `recorded` is the hash of that model, or "" for a run from scratch. `saved` is the configuration in the checkpoint.
@@ -166,45 +183,8 @@ def _has_other_start(cfg: DictConfig, recorded: str, saved: Any) -> bool:
     path = cfg.finetune_from_model
     if not path or not recorded:
         # One of the two runs started from scratch or from a --restore-file, so only the presence of the option counts.
-        options = {}
-        if isinstance(saved, Mapping):
-            options = plain_options(saved.get("checkpoint"))
-        return bool(path) != bool(options.get("finetune_from_model"))
+        return bool(path) != bool(plain_options(saved.get("checkpoint")).get("finetune_from_model"))
     return os.path.isfile(path) and recorded != sha256_of(Path(path))
-
-
-def changed_settings(saved: Any, cfg: DictConfig) -> list[str]:
-    """List the settings that change the result of a run and differ between its checkpoint and the new configuration.
-
-    They are described as in "common.seed = 1 in the checkpoint, now 2". If `saved` is not a mapping, there are none.
-
-    A setting that only the checkpoint or only the new configuration has is not compared. A setting that is None in one
-    of them is not compared either, because a preset or a default decides its value. There are no presets for
-    softmax_layers and the options of an attention. These are always compared, so that alpha=None (matched) and
-    alpha=2.0 (fixed) differ. If the checkpoint's batches are limited by sequences, "tokens an update" and
-    "dataset.max_tokens" are listed only if both differ.
-    """
-    if not isinstance(saved, Mapping):
-        return []
-    before = result_settings(saved)
-    now = result_settings(plain_config(cfg))
-    changed = [key for key in before if key in now and _differ(before[key], now[key])]
-    if "dataset.max_tokens" in before and not TOKEN_LIMITS.issubset(changed):
-        changed = [key for key in changed if key not in TOKEN_LIMITS]
-    compared_if_none = {f"model.{option}" for option in ("softmax_layers", *mechanism_by_option())}
-    descriptions = []
-    for key in changed:
-        if key in compared_if_none or (before[key] is not None and now[key] is not None):
-            descriptions.append(f"{key} = {before[key]} in the checkpoint, now {now[key]}")
-    return descriptions
-
-
-def _differ(before: Any, now: Any) -> bool:
-    """Return True if two values of a setting differ. The number 16 and the text "16" are the same.
-
-    Hydra reads model.lln_diag_global_tokens=16 as a number, but fairseq-train reads the value as text.
-    """
-    return before != now and str(before) != str(now)
 
 
 def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,17 +198,21 @@ def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     - the options in COMPARED
     - the size of an update, see `_update_size`
 
-    Each group of the configuration is a dictionary, or a Namespace if its class has no dataclass. It can be missing.
+    An option that is None is left out, because a preset decides its value. There are no presets for the options of an
+    attention and softmax_layers: alpha=None (matched) and alpha=2.0 (fixed) differ. Each group of the configuration is
+    a dictionary, or a Namespace if its class has no dataclass. It can be missing.
     """
     settings = {}
-    for group, ignored in MAY_CHANGE.items():
+    mechanisms = mechanism_by_option()
+    for group, may_change in MAY_CHANGE.items():
         options = _declared_options(group, config.get(group))
-        if group == "model":
-            ignored = ignored | _options_of_other_mechanisms(options)
-            if "attention" in options:
-                options["softmax_layers"] = softmax_layers(options)
+        attention = options.get("attention")
+        if attention is not None:
+            options["softmax_layers"] = softmax_layers(options)
         for key, value in options.items():
-            if key not in ignored:
+            if key in may_change or mechanisms.get(key, attention) != attention:
+                continue
+            if value is not None or key in (*mechanisms, "softmax_layers"):
                 settings[f"{group}.{key}"] = value
     name = plain_options(config.get("model")).get("_name")
     if str(name).startswith(STOCK):
@@ -236,7 +220,7 @@ def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     for group, keys in COMPARED.items():
         options = plain_options(config.get(group))
         for key in keys:
-            if key in options:
+            if options.get(key) is not None:
                 settings[f"{group}.{key}"] = options[key]
     return settings | _update_size(config)
 
@@ -260,13 +244,6 @@ def _declared_options(group_name: str, group: Any) -> dict[str, Any]:
     return {key: value for key, value in options.items() if key in declared}
 
 
-def _options_of_other_mechanisms(options: Mapping[str, Any]) -> set[str]:
-    """Return the options of the mechanisms that the model does not use; empty if it has no option `attention`."""
-    if "attention" not in options:
-        return set()
-    return {option for option, mechanism in mechanism_by_option().items() if mechanism != options["attention"]}
-
-
 def _update_size(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the maximum number of sequences and the maximum number of tokens in an update.
 
@@ -287,8 +264,7 @@ def _update_size(config: Mapping[str, Any]) -> dict[str, Any]:
     if not all(isinstance(number, int) for number in numbers):
         return {}
     batches = [workers * frequency for frequency in frequencies]
-    # These names are columns of TensorBoard's HPARAMS tab.
-    size: dict[str, Any] = {"sequences an update": NO_LIMIT, "tokens an update": NO_LIMIT}
+    size: dict[str, Any] = dict.fromkeys(UPDATE_SIZES, NO_LIMIT)
     if tokens:
         size["tokens an update"] = [tokens * count for count in batches]
     if sequences:

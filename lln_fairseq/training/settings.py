@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.attention.registry import did_you_mean
-from lln_fairseq.checkpoints.config import OURS, STOCK_ATTENTION, plain_config, plain_options
+from lln_fairseq.checkpoints.config import OURS, STOCK_ATTENTION
 from lln_fairseq.checkpoints.saving import LAST
 from lln_fairseq.errors import UserError
 from lln_fairseq.files import no_such_checkpoint
@@ -29,38 +29,25 @@ from lln_fairseq.models.options import (
     mechanism_by_option,
     parse_softmax_layers,
 )
+from lln_fairseq.training.options import both_names
 
 HYDRA_LOGGING = "job_logging_cfg"  # fairseq copies Hydra's settings there
-PROBABILITY = (0, 1)
 SEEDS = (0, 2**31 - 1)  # numpy allows twice as much, and fairseq adds numbers of epochs and updates
-# The lowest and the highest value of options that fairseq does not check. With other values it would not train at all,
-# or fail with a traceback after hours.
+# The lowest and the highest value of options. With other values, fairseq would not train at all, train something else
+# without a message, or fail after hours.
 RANGES = {
     "common.log_interval": (1, math.inf),
     "common.seed": SEEDS,
     "dataset.batch_size": (1, math.inf),
-    "dataset.max_tokens": (1, math.inf),
     "dataset.validate_interval": (1, math.inf),
     "optimization.clip_norm": (0, math.inf),
     "optimization.lr": (0, math.inf),
     "optimization.max_epoch": (0, math.inf),
     "optimization.max_update": (0, math.inf),
-    "optimization.update_freq": (1, math.inf),
     "checkpoint.save_interval": (1, math.inf),
     "checkpoint.save_interval_updates": (0, math.inf),
-    "lr_scheduler.warmup_updates": (0, math.inf),
-    "model.dropout": PROBABILITY,
-    "model.attention_dropout": PROBABILITY,
-    "model.activation_dropout": PROBABILITY,
-    "model.pooler_dropout": PROBABILITY,
-    "model.encoder_attention_heads": (1, math.inf),
-    "model.encoder_layerdrop": PROBABILITY,
-    "model.encoder_layers": (1, math.inf),
-    "model.feed_forward_tokens": (0, math.inf),
-    "model.quant_noise_pq_block_size": (1, math.inf),
+    "model.encoder_layerdrop": (0, 1),
     "task.global_batch": (1, math.inf),
-    "task.leave_unmasked_prob": PROBABILITY,
-    "task.random_token_prob": PROBABILITY,
 }
 DEFAULT_CRITERION = "cross_entropy"  # fairseq's
 # Metrics that select the best checkpoint, of fairseq's criterions and of this package's.
@@ -108,37 +95,19 @@ def check_known_options(cfg: Any) -> None:
 
 
 def check_ranges(cfg: Any) -> None:
-    """Raise UserError if an option is NaN, or if a number is outside its range in RANGES.
-
-    None, missing options and texts are not checked. Some models of fairseq have a text as encoder_layers.
-    """
-    for group, options in plain_config(cfg).items():
-        for key, value in plain_options(options).items():
-            values = value if isinstance(value, list) else [value]
-            if any(isinstance(number, float) and math.isnan(number) for number in values):
-                raise UserError(f"{group}.{key} must be a number, got {value}")
+    """Raise UserError if a number is outside its range in RANGES. None and missing options are not checked."""
     for option, (lowest, highest) in RANGES.items():
         group, key = option.split(".")
         options = cfg.get(group)
         if OmegaConf.is_config(options) and OmegaConf.is_missing(options, key):
             continue
         value = getattr(options, key, None)
-        if isinstance(value, str):
-            continue
-        numbers = value if isinstance(value, Sequence) else [value]
-        for number in numbers:
+        for number in value if isinstance(value, Sequence) else [value]:
             if number is None or lowest <= number <= highest:
                 continue
             if highest == math.inf:
-                raise UserError(f"{option} must be at least {lowest}, got {number}")
-            raise UserError(f"{option} must be in [{lowest}, {highest}], got {number}")
-
-
-def check_mask_prob(cfg: Any) -> None:
-    """Raise UserError for a mask_prob outside (0, 1), but not if it is missing or None, as in a task without masks."""
-    mask_prob = getattr(cfg.task, "mask_prob", None)
-    if mask_prob is not None and not 0 < mask_prob < 1:
-        raise UserError(f"task.mask_prob must be more than 0 and less than 1, got {mask_prob}")
+                raise UserError(f"{both_names(option)} must be at least {lowest}, got {number}")
+            raise UserError(f"{both_names(option)} must be in [{lowest}, {highest}], got {number}")
 
 
 def number_softmax_layers(cfg: Any) -> None:
@@ -180,17 +149,12 @@ def check_criterion(cfg: Any) -> None:
 def complete_schedule(cfg: Any) -> None:
     """Give the scheduler polynomial_decay a last update, in place, if `plan_schedule` will replace it.
 
-    fairseq asserts that there is one. UserError is raised if a run is limited by epochs only and nothing says it.
+    fairseq asserts that there is one.
     """
     scheduler = cfg.get("lr_scheduler")
-    if getattr(scheduler, "_name", None) != "polynomial_decay" or scheduler.total_num_update > 0:
-        return
-    if getattr(cfg.task, "warmup_fraction", None) is None:
-        raise UserError(
-            "the scheduler polynomial_decay needs the number of updates: set lr_scheduler.total_num_update, or "
-            "task.warmup_fraction for a run that is limited by optimization.max_epoch"
-        )
-    scheduler.total_num_update = 1
+    is_planned = getattr(cfg.task, "warmup_fraction", None) is not None
+    if is_planned and getattr(scheduler, "_name", None) == "polynomial_decay" and scheduler.total_num_update <= 0:
+        scheduler.total_num_update = 1
 
 
 def check_best_metric(cfg: Any) -> None:
@@ -287,33 +251,17 @@ def check_options_of_other_mechanisms(cfg: Any) -> None:
             )
 
 
-def check_devices(cfg: Any) -> None:
-    """Raise UserError for more workers than GPUs, and for workers of torchrun that would train independently.
-
-    Nothing is checked under SLURM or if distributed_init_method is set, because workers can then run on other machines.
-    """
+def check_workers(cfg: Any) -> None:
+    """Raise UserError for workers of torchrun that would each train on their own, as fairseq was not told of them."""
     distributed = cfg.distributed_training
-    devices = torch.cuda.device_count()
     if distributed.distributed_init_method or "SLURM_JOB_ID" in os.environ:
         return
-    workers = distributed.distributed_world_size
-    option = "--distributed-world-size (distributed_training.distributed_world_size)"
-    if all(name in os.environ for name in TORCHRUN):
-        started = int(os.environ["WORLD_SIZE"])
-        if started > workers == 1:
-            raise UserError(
-                f"torchrun started {started} workers, but each would train independently: set {option} to {started}"
-            )
-        local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        if devices:
-            advice = f"set torchrun's --nproc-per-node to at most {devices}"
-        else:
-            advice = "start one worker without torchrun"
-    else:
-        local_workers = workers
-        advice = f"set {option} to at most {max(devices, 1)}"
-    if workers > 1 and local_workers > devices:
-        raise UserError(f"{local_workers} workers on this machine need a GPU each, but it has {devices}: {advice}")
+    started = os.environ.get("WORLD_SIZE", "1")
+    if all(name in os.environ for name in TORCHRUN) and distributed.distributed_world_size == 1 < int(started):
+        raise UserError(
+            f"torchrun started {started} workers, but each would train independently: set --distributed-world-size "
+            f"(distributed_training.distributed_world_size) to {started}"
+        )
 
 
 def check_restore_file(cfg: Any) -> None:
@@ -363,8 +311,8 @@ def check_precision(cfg: Any) -> None:
     kinds = [kind for kind in ("fp16", "bf16", "amp") if common[kind]]
     if kinds and getattr(cfg.task, "autocast", False):
         raise UserError(f"task.autocast cannot be combined with {kinds[0]}: set common.{kinds[0]}=false")
-    if len(kinds) > 1:
-        raise UserError(f"{' and '.join(kinds)} cannot be combined: set only one of them (common.{kinds[0]}=false)")
+    if common.fp16 and common.bf16:
+        raise UserError("fp16 and bf16 cannot be combined: set only one of them (common.fp16=false)")
     for kind in ("fp16", "bf16"):
         if common[f"memory_efficient_{kind}"] and not common[kind]:
             raise UserError(f"memory_efficient_{kind} without {kind} trains in float32: set common.{kind}=true too")
@@ -382,20 +330,6 @@ def check_precision(cfg: Any) -> None:
         raise UserError(f"amp needs a GPU, but {reason}: leave amp out (common.amp=false{advice})")
     if is_flat_fp16:
         raise UserError(f"fp16 needs a GPU, but {reason}: leave fp16 out (common.fp16=false{advice})")
-
-
-def check_probe(cfg: Any) -> None:
-    """Raise UserError if --probe-interval is set, but the probe cannot run with the other settings."""
-    if not getattr(cfg.task, "probe_interval", 0):
-        return
-    if cfg.task.probe_interval < 0:
-        raise UserError(f"task.probe_interval must be 0 (never) or more, got {cfg.task.probe_interval}")
-    if cfg.task.probe_sequences < 1:
-        raise UserError(f"task.probe_sequences must be at least 1, got {cfg.task.probe_sequences}")
-    if not cfg.common.tensorboard_logdir:
-        raise UserError("--probe-interval writes to TensorBoard: set --tensorboard-logdir DIRECTORY too")
-    if cfg.distributed_training.ddp_backend == "fully_sharded":
-        raise UserError("--probe-interval does not work with --ddp-backend fully_sharded, which splits the parameters")
 
 
 def split_global_batch(cfg: Any) -> None:

@@ -63,16 +63,17 @@ def start_run(run_in_worker: Callable, original: Callable, cfg: Any, main: Calla
     """
     settings.check_known_options(cfg)
     settings.check_ranges(cfg)
-    settings.check_devices(cfg)
+    settings.check_workers(cfg)
     if cfg.model is not None:
-        settings.check_criterion(cfg)
-        settings.complete_schedule(cfg)
         settings.check_precision(cfg)
-        settings.check_mask_prob(cfg)
-        settings.number_softmax_layers(cfg)
+        settings.check_attention(cfg)
         settings.check_options_of_other_mechanisms(cfg)
+        settings.number_softmax_layers(cfg)
+        settings.check_criterion(cfg)
         settings.check_best_metric(cfg)
         settings.check_patience(cfg)
+        settings.check_restore_file(cfg)
+        settings.complete_schedule(cfg)
     if cfg.common.bf16 and cfg.common.tpu and importlib.util.find_spec("torch_xla") is None:
         cfg.common.tpu = False
     try:
@@ -125,10 +126,7 @@ def prepare_training(original: Callable, cfg: Any, trainer: Trainer, **kwargs: A
     Without this patch, fairseq ignores a missing --restore-file, and it makes another update when a run is complete or
     has stopped early. Remove the patch once fairseq has a hook that runs before the training loop.
     """
-    settings.split_global_batch(trainer.cfg)
-    settings.check_attention(trainer.cfg)
-    settings.check_restore_file(trainer.cfg)
-    settings.check_probe(trainer.cfg)
+    settings.split_global_batch(trainer.cfg)  # not earlier: now, the number of workers is known
     task = trainer.task
     if isinstance(task, HookedTask) and not trainer.cfg.dataset.disable_validation:
         task.check_validation_splits(trainer.cfg.dataset.valid_subset.split(","))

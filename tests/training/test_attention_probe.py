@@ -5,12 +5,10 @@ import re
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.errors import UserError
-from lln_fairseq.training.settings import check_probe
 from tests.fairseq_runs import LLN, MASKED_LM, split_options, train
 
 
@@ -83,27 +81,6 @@ def test_probe_writes_histograms(corpus, tmp_path, monkeypatch):
     assert last.histogram_value.num == 4 * 2  # sequences x heads
 
 
-@pytest.mark.parametrize(
-    ("probe_options", "message"),
-    [
-        (("--probe-interval", 2), "set --tensorboard-logdir"),
-        (("--probe-interval", -2), "0 .never. or more, got -2"),
-        (("--probe-interval", 2, "--tensorboard-logdir", "tb", "--arch", "roberta"), "no attention of this package"),
-    ],
-)
-def test_impossible_probe_is_rejected(probe_options, message, corpus, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=message):
-        run(monkeypatch, corpus, tmp_path / "a", *probe_options)
-
-
-def test_probe_rejects_split_parameters():
-    cfg = OmegaConf.create(
-        {
-            "task": {"probe_interval": 1, "probe_sequences": 4},
-            "common": {"tensorboard_logdir": "tb"},
-            "distributed_training": {"ddp_backend": "fully_sharded"},
-        }
-    )
-    with pytest.raises(UserError, match="does not work with --ddp-backend fully_sharded"):
-        check_probe(cfg)
+def test_probe_rejects_a_model_without_an_attention_of_this_package(corpus, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="no attention of this package"):
+        run(monkeypatch, corpus, tmp_path / "a", "--probe-interval", 2, "--arch", "roberta")

@@ -20,9 +20,9 @@ from lln_fairseq.training.exit import exit_with_one_line
 from lln_fairseq.training.settings import (
     TORCHRUN,
     check_best_metric,
-    check_devices,
     check_patience,
     check_ranges,
+    check_workers,
     complete_schedule,
 )
 from tests.fairseq_runs import (
@@ -104,50 +104,17 @@ def test_save_dir_that_cannot_be_written_is_rejected(corpus, tmp_path, monkeypat
         train(monkeypatch, tmp_path / "log", corpus, tmp_path / "file", *RUN_OPTIONS)
 
 
-def torchrun_environment(workers, local_workers):
-    environment = dict.fromkeys(TORCHRUN, "0")
-    environment["WORLD_SIZE"] = str(workers)
-    environment["LOCAL_WORLD_SIZE"] = str(local_workers)
-    return environment
-
-
-def check_devices_with(monkeypatch, workers, environment, gpus):
-    """Call check_devices with a number of workers, on a machine with these environment variables and GPUs."""
-    for name in (*TORCHRUN, "LOCAL_WORLD_SIZE", "SLURM_JOB_ID"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_of_torchrun_that_fairseq_does_not_know_are_rejected(workers, monkeypatch):
+    for name in TORCHRUN:
+        monkeypatch.setenv(name, "2")
     distributed = SimpleNamespace(distributed_world_size=workers, distributed_init_method=None)
-    check_devices(SimpleNamespace(distributed_training=distributed))
-
-
-@pytest.mark.parametrize(
-    ("workers", "environment", "gpus"),
-    [
-        (1, {}, 0),
-        (2, {}, 2),
-        (16, {"SLURM_JOB_ID": "7"}, 8),
-        (16, torchrun_environment(16, 8), 8),
-    ],
-)
-def test_as_many_workers_as_gpus_are_accepted(workers, environment, gpus, monkeypatch):
-    check_devices_with(monkeypatch, workers, environment, gpus)
-
-
-@pytest.mark.parametrize(
-    ("workers", "environment", "gpus", "message"),
-    [
-        (3, {}, 2, "3 workers .* it has 2: set --distributed-world-size .* to at most 2"),
-        (2, {}, 0, "2 workers .* it has 0: .* at most 1"),
-        (16, torchrun_environment(16, 8), 4, "8 workers .* it has 4: set torchrun's --nproc-per-node to at most 4"),
-        (2, torchrun_environment(2, 2), 0, "2 workers .* it has 0: start one worker without torchrun"),
-        (1, torchrun_environment(2, 2), 2, "torchrun started 2 workers, but each .*: set .* to 2"),
-    ],
-)
-def test_more_workers_than_gpus_are_rejected(workers, environment, gpus, message, monkeypatch):
-    with pytest.raises(UserError, match=message):
-        check_devices_with(monkeypatch, workers, environment, gpus)
+    cfg = SimpleNamespace(distributed_training=distributed)
+    if workers == 1:
+        with pytest.raises(UserError, match=r"torchrun started 2 workers, but each would train .*: set .* to 2"):
+            check_workers(cfg)
+    else:
+        check_workers(cfg)
 
 
 def test_removed_save_dir_is_named(corpus, tmp_path, monkeypatch):
@@ -205,10 +172,9 @@ def test_hydra_full_error_keeps_the_exception(monkeypatch):
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--max-tokens", 0, r"dataset\.max_tokens must be at least 1, got 0"),
-        ("--dropout", 2, r"model\.dropout must be in \[0, 1\], got 2\.0"),
-        ("--update-freq", 0, r"optimization\.update_freq must be at least 1, got 0"),
-        ("--weight-decay", "nan", r"optimizer\.weight_decay must be a number, got nan"),
+        ("--batch-size", 0, r"--batch-size \(dataset\.batch_size\) must be at least 1, got 0"),
+        ("--encoder-layerdrop", 2, r"model\.encoder_layerdrop\) must be in \[0, 1\], got 2\.0"),
+        ("--lr", -1, r"optimization\.lr\) must be at least 0, got -1"),
     ],
 )
 def test_number_out_of_range_is_rejected(option, value, message, corpus, tmp_path, monkeypatch):
@@ -247,8 +213,8 @@ def test_files_may_have_options_of_another_mechanism(tmp_path, monkeypatch):
     assert (models[0].attention, models[0].block_diag_block_size) == ("elu", 128)
 
 
-def test_ranges_of_texts_and_missing_options_are_not_checked():
-    check_ranges(OmegaConf.create({"model": {"encoder_layers": "[(512, 3)] * 20"}, "optimization": {"lr": "???"}}))
+def test_ranges_of_missing_options_are_not_checked():
+    check_ranges(OmegaConf.create({"model": {"encoder_layerdrop": None}, "optimization": {"lr": "???"}}))
 
 
 def test_default_criterion_is_rejected(corpus, tmp_path, monkeypatch):
@@ -256,16 +222,12 @@ def test_default_criterion_is_rejected(corpus, tmp_path, monkeypatch):
         train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *RUN_OPTIONS, "--criterion", "cross_entropy")
 
 
-@pytest.mark.parametrize(("fraction", "last"), [(0.1, 1), (None, None)])
-def test_schedule_of_a_run_that_epochs_limit(fraction, last):
+@pytest.mark.parametrize(("fraction", "last"), [(0.1, 1), (None, 0)])
+def test_planned_schedule_needs_no_last_update(fraction, last):
     scheduler = {"_name": "polynomial_decay", "total_num_update": 0}
     cfg = OmegaConf.create({"lr_scheduler": scheduler, "task": {"warmup_fraction": fraction}})
-    if fraction is None:
-        with pytest.raises(UserError, match=r"set lr_scheduler\.total_num_update, or task\.warmup_fraction"):
-            complete_schedule(cfg)
-    else:
-        complete_schedule(cfg)
-        assert cfg.lr_scheduler.total_num_update == last
+    complete_schedule(cfg)
+    assert cfg.lr_scheduler.total_num_update == last
 
 
 def check_metric(metric, maximize, criterion="lln_sentence_prediction", classes=2, regression=False):
@@ -336,11 +298,6 @@ def test_patience_needs_a_checkpoint_of_every_validation(updates, epochs, messag
 @pytest.mark.parametrize("updates", [(0, 0), (0, 5000), (50, 50), (50, 25)])
 def test_patience_accepts_a_checkpoint_of_every_validation(updates):
     check_intervals(updates, epochs=(1, 1))
-
-
-def test_fp16_and_amp_exclude_each_other(corpus, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="fp16 and amp cannot be combined"):
-        train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *MASKED_LM, *LLN, "--amp", "--fp16")
 
 
 def test_fp16_and_bf16_exclude_each_other(corpus, tmp_path, monkeypatch, capsys):
