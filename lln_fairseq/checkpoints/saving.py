@@ -54,11 +54,11 @@ def lock_directory(
     return file
 
 
-def atomic_copy(src_path: str, dst_path: str, overwrite: bool = False) -> bool:
+def atomic_copy(original: Callable, src_path: str, dst_path: str, overwrite: bool = False) -> bool:
     """Copy a file atomically: `dst_path` is always a complete file, either the old or the new one, even after a kill.
 
     The result is False if `dst_path` exists and `overwrite` is False. If writing fails, for example because the disk is
-    full, UserError is raised and `dst_path` is unchanged.
+    full, UserError is raised and `dst_path` is unchanged. `original`, fairseq's PathManager.copy, is not called.
     """
     if os.path.exists(dst_path) and not overwrite:
         return False

@@ -1,9 +1,8 @@
-"""Patch fairseq 0.12 in the places where it has no hook. `install` lists all patches.
+"""Patch fairseq 0.12 in the places where it has no hook.
 
-The docstring of each patch says why the patch exists, and what fairseq would have to change so that it can be removed.
-The patches of what happens before the first update are in training/start.py. `original`, an argument of every patch, is
-fairseq's function. For each patch, a test shows that fairseq fails without it. Most of these tests are in
-tests/fairseq_compat/test_fairseq_failures.py. If fairseq no longer fails there, remove the patch.
+`list_patches` has every function of fairseq that is replaced, with what fairseq does wrong and the test that shows it.
+`original`, the first argument of every replacement, is fairseq's function. If the test fails because fairseq no longer
+does anything wrong, remove the patch.
 """
 
 import copyreg
@@ -11,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import fairseq.dataclass.utils
 from fairseq import checkpoint_utils
@@ -30,34 +29,129 @@ from lln_fairseq.training import start
 from lln_fairseq.training.exit import exit_with_one_line
 
 
-def install(run_worker: Callable) -> None:
-    """Install all patches of fairseq. A second call does nothing.
+class Patch(NamedTuple):
+    """A function of fairseq, or of Python, that is replaced.
+
+    Attributes:
+        line: the line of the function in ve-fairseq 0.12.3; "" if it is not fairseq's.
+        owner: the module or class that has the function.
+        name: the name of the function there.
+        replacement: is called as replacement(original, ...) with the arguments of the function.
+        fault: what happens without the patch.
+        test: the test that shows it.
+    """
+
+    line: str
+    owner: Any
+    name: str
+    replacement: Callable
+    fault: str
+    test: str
+
+
+def list_patches(run_worker: Callable) -> list[Patch]:
+    """Return all patches, in the order in which a run meets them.
 
     run_worker(main, cfg, ...) is called in every worker where fairseq would call main(cfg, ...).
     """
+    return [
+        Patch(
+            "dataclass/utils.py:487",
+            fairseq.dataclass.utils,
+            "merge_with_parent",
+            _merge_with_parent,
+            "An unknown option, or a value of the wrong type, ends in a traceback.",
+            "tests/models/test_lln_roberta.py::test_hydra_reports_bad_input_without_traceback",
+        ),
+        Patch(
+            "",
+            sys,
+            "excepthook",
+            _excepthook,
+            "fairseq-train reports what a user can fix with a traceback.",
+            "tests/models/test_lln_roberta.py::test_fairseq_train_reports_bad_input_in_one_line",
+        ),
+        Patch(
+            "distributed/utils.py:368",
+            distributed_utils,
+            "call_main",
+            functools.partial(start.start_run, run_worker),
+            "Two runs write into one directory, and loader threads abort the process at its end.",
+            "tests/fairseq_compat/test_fairseq_failures.py::test_prefetching_threads_end_with_training",
+        ),
+        Patch(
+            "checkpoint_utils.py:208",
+            checkpoint_utils,
+            "load_checkpoint",
+            start.prepare_training,
+            "A missing --restore-file trains from scratch, and a complete run makes another update.",
+            "tests/fairseq_compat/test_fairseq_failures.py::test_complete_run_makes_no_more_updates",
+        ),
+        Patch(
+            "trainer.py:465",
+            Trainer,
+            "load_checkpoint",
+            start.restore_checkpoint,
+            "A run resumes with other settings and data, or with the wrong batches of an epoch.",
+            "tests/training/test_run_identity.py::test_resume_rejects_changed_settings",
+        ),
+        Patch(
+            "checkpoint_utils.py:306",
+            checkpoint_utils,
+            "load_checkpoint_to_cpu",
+            _load_checkpoint_to_cpu,
+            "A checkpoint is unpickled with any class, and options in it are evaluated as Python.",
+            "tests/checkpoints/test_reading.py::test_code_in_a_checkpoint_does_not_run",
+        ),
+        Patch(
+            "trainer.py:796",
+            Trainer,
+            "train_step",
+            start.train_step,
+            "An update without a mask has the loss NaN, and a run that NaN stops does not say where it appeared.",
+            "tests/tasks/test_one_mask.py::test_run_on_short_rows_has_finite_losses_and_resumes_exactly",
+        ),
+        Patch(
+            "tasks/fairseq_task.py:40",
+            StatefulContainer,
+            "__getattr__",
+            _get_task_state,
+            "A task cannot be copied or pickled: the recursion is too deep.",
+            "tests/fairseq_compat/test_fairseq_failures.py::test_task_is_copied_and_pickled",
+        ),
+        Patch(
+            "checkpoint_utils.py:578",
+            checkpoint_utils,
+            "torch_persistent_save",
+            saving.save,
+            "A full disk leaves a file of the size of a checkpoint, and three tracebacks.",
+            "tests/training/test_runs.py::test_full_disk_keeps_last_checkpoint",
+        ),
+        Patch(
+            "file_io.py:70",
+            PathManager,
+            "copy",
+            saving.atomic_copy,
+            "A kill while checkpoint_last.pt is copied leaves half of it.",
+            "tests/training/test_runs.py::test_kill_during_copy_keeps_old_checkpoint",
+        ),
+    ]
+
+
+def install(run_worker: Callable) -> None:
+    """Install all patches of `list_patches`, and what else fairseq needs. A second call does nothing."""
     if hasattr(PathManager.copy, "__wrapped__"):
         return
     reading.allow_fairseq_checkpoints()
     log_filters.install_filters()
-    PathManager.copy = staticmethod(functools.wraps(PathManager.copy)(saving.atomic_copy))
-    _wrap(checkpoint_utils, "torch_persistent_save", saving.save)
-    _wrap(checkpoint_utils, "load_checkpoint_to_cpu", _load_checkpoint_to_cpu)
-    _wrap(distributed_utils, "call_main", functools.partial(start.start_run, run_worker))
-    _wrap(checkpoint_utils, "load_checkpoint", start.prepare_training)
-    _wrap(Trainer, "load_checkpoint", start.restore_checkpoint)
-    _wrap(Trainer, "train_step", start.train_step)
-    _wrap(fairseq.dataclass.utils, "merge_with_parent", _merge_with_parent)
-    _wrap(sys, "excepthook", _excepthook)
-    _wrap(StatefulContainer, "__getattr__", _get_task_state)
+    for patch in list_patches(run_worker):
+        _wrap(patch.owner, patch.name, patch.replacement)
+    # Configurations refer to classes of ChoiceEnum, which are all called "Choices": pickle does not find them.
     copyreg.pickle(StrEnumMeta, _reduce_enum_class)
 
 
 def _wrap(owner: Any, name: str, replacement: Callable) -> None:
-    """Replace the function `name` of a module or class.
-
-    The new function calls replacement(original, ...) with its own arguments. Its attribute `__wrapped__` is the
-    original function.
-    """
+    """Replace the function `name` of a module or class; its attribute `__wrapped__` is the original function."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -68,11 +162,7 @@ def _wrap(owner: Any, name: str, replacement: Callable) -> None:
 
 
 def _load_checkpoint_to_cpu(original: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Load a checkpoint without executing code from it. `original` is not called.
-
-    fairseq unpickles any class, and evaluates some options in the checkpoint's configuration as Python. Remove this
-    patch once fairseq loads with weights_only and checks the types of these options.
-    """
+    """Load a checkpoint without executing code from it. `original` is not called."""
     return reading.load_checkpoint(*args, **kwargs)
 
 
@@ -80,8 +170,7 @@ def _load_checkpoint_to_cpu(original: Callable, *args: Any, **kwargs: Any) -> di
 def _merge_with_parent(original: Callable, schema: Any, *args: Any, **kwargs: Any) -> Any:
     """Merge options into a dataclass, and raise a UserError for an unknown option or a value of the wrong type.
 
-    fairseq merges the options into its dataclasses after Hydra has composed them. This is too late for Hydra to report
-    such an error in one line. Remove this patch once fairseq registers its dataclasses with Hydra.
+    fairseq merges the options after Hydra has composed them, which is too late for Hydra to report such an error.
     """
     try:
         return original(schema, *args, **kwargs)
@@ -95,10 +184,10 @@ def _merge_with_parent(original: Callable, schema: Any, *args: Any, **kwargs: An
 def _excepthook(
     original: Callable, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """Print an uncaught UserError in one line. Remove this patch once fairseq-train does so.
+    """Print an uncaught UserError in one line, and pass all other exceptions to `original`.
 
     If --fp16 and --bf16 are both set, fairseq-train raises a ValueError whose message is about TPUs. A message about
-    the two options is printed instead of it. All other exceptions are passed to `original`.
+    the two options is printed instead of it.
     """
     if issubclass(kind, UserError):
         print(f"error: {error}", file=sys.stderr)
@@ -112,7 +201,7 @@ def _get_task_state(original: Callable, container: StatefulContainer, name: str)
     """Return an entry of a task's state, and raise AttributeError if the container has not been filled yet.
 
     Copying and unpickling create a container without its dictionaries and look for methods in it. fairseq then looks
-    for the dictionary in the dictionary, until the recursion is too deep. Remove this patch once fairseq does not.
+    for the dictionary in the dictionary.
     """
     if name in ("_state", "_factories"):
         raise AttributeError(name)
@@ -120,11 +209,7 @@ def _get_task_state(original: Callable, container: StatefulContainer, name: str)
 
 
 def _reduce_enum_class(enum_class: type[StrEnum]) -> Any:
-    """Return what pickle needs to find or create a class of fairseq's enumerations. copyreg calls this.
-
-    Configurations refer to classes that ChoiceEnum creates. All are called "Choices", under which pickle does not find
-    them. Remove this once fairseq gives them a name.
-    """
+    """Return what pickle needs to find or create a class of fairseq's enumerations. copyreg calls this."""
     if enum_class.__qualname__ != "Choices":
         return enum_class.__qualname__
     return ChoiceEnum, ([member.value for member in enum_class],)

@@ -289,8 +289,8 @@ def check_restore_file(cfg: Any) -> None:
         return
     if not PathManager.isfile(restore_file):
         raise UserError(
-            f"--restore-file (checkpoint.restore_file): {no_such_checkpoint(restore_file)}; to resume a run, give only "
-            "its --save-dir (checkpoint.save_dir)"
+            f"--restore-file (checkpoint.restore_file) {restore_file}: no such file; to resume a run, give only its "
+            "--save-dir (checkpoint.save_dir)"
         )
     in_other_directory = os.path.dirname(os.path.abspath(restore_file)) != os.path.abspath(save_dir)
     if in_other_directory and os.path.isfile(last):

@@ -1,4 +1,4 @@
-"""What happens before the first update of a training run, from the first line of this list to the last.
+"""A training run from its first line to its last, in the order in which everything happens.
 
 The first column has functions of Hydra and fairseq, indented below their callers. fairseq_compat/patches.py puts the
 functions of this module in the place of fairseq's, which they get as the argument `original`.
@@ -8,12 +8,17 @@ functions of this module in the place of fairseq's, which they get as the argume
       main, in every worker             run_worker prepares the process
         setup_task                      HookedTask.__init__ creates the hooks
         load_dataset                    HookedTask.load_dataset loads the validation data
-        load_checkpoint                 prepare_training checks the settings together with the task
-          Trainer.load_checkpoint       restore_checkpoint checks that a checkpoint fits, and loads it
+        load_checkpoint                 prepare_training makes the batches of an update fit task.global_batch
+          Trainer.load_checkpoint       restore_checkpoint checks that a checkpoint is of this run or fits, and loads it
           get_train_iterator            HookedTask.get_batch_iterator checks the training data, and reports padding
                                         prepare_training, continued: plans the schedule, and logs the summary
-        Trainer.train_step              train_step calls HookedTask.before_update
-          train_step                    HookedTask.train_step measures the model, and restores the float32 parameters
+        Trainer.train_step              train_step lets the task mask a token if none is masked, and explains a NaN
+          train_step, of each batch     HookedTask.train_step restores the float32 parameters once, and measures layers
+          optimizer_step                HookedTask.optimizer_step runs the probe
+          reduce_metrics                HookedTask.reduce_metrics logs the loss scale and the layers
+        save_checkpoint                 HookedTask.get_checkpoint_dict adds what fairseq forgets; saving.py writes files
+                                        run_worker, continued: waits for the other workers, and ends the loader threads
+                                        start_run, continued: ends with one line and a fixed exit code
 """
 
 import functools
@@ -56,10 +61,6 @@ def start_run(run_in_worker: Callable, original: Callable, cfg: Any, main: Calla
     """Check the options, lock save_dir, and call run_in_worker(main, cfg, ...) in every worker. Replaces call_main.
 
     Other programs of fairseq call this, too; for them, cfg.model is None. If the run saves, save_dir is created.
-
-    Without this patch, too many workers and Ctrl-C end in a traceback, two runs can write into the same directory, and
-    --bf16 on the command line implies a TPU. Remove the patch once fairseq handles these cases and has a hook for the
-    start of a worker.
     """
     settings.check_known_options(cfg)
     settings.check_ranges(cfg)
@@ -72,7 +73,6 @@ def start_run(run_in_worker: Callable, original: Callable, cfg: Any, main: Calla
         settings.check_criterion(cfg)
         settings.check_best_metric(cfg)
         settings.check_patience(cfg)
-        settings.check_restore_file(cfg)
         settings.complete_schedule(cfg)
     if cfg.common.bf16 and cfg.common.tpu and importlib.util.find_spec("torch_xla") is None:
         cfg.common.tpu = False
@@ -122,10 +122,8 @@ def prepare_training(original: Callable, cfg: Any, trainer: Trainer, **kwargs: A
     Unless --no-save is set, the first worker writes SAVE_DIR/tokenizer/, from which it removes the files of an earlier
     task. Then, for a complete run, it can delete an interval checkpoint, see `saving.remove_superseded`. For any other
     run, it writes SAVE_DIR/config.yaml. It also writes the settings to --tensorboard-logdir, and logs the summary.
-
-    Without this patch, fairseq ignores a missing --restore-file, and it makes another update when a run is complete or
-    has stopped early. Remove the patch once fairseq has a hook that runs before the training loop.
     """
+    settings.check_restore_file(trainer.cfg)
     settings.split_global_batch(trainer.cfg)  # not earlier: now, the number of workers is known
     task = trainer.task
     if isinstance(task, HookedTask) and not trainer.cfg.dataset.disable_validation:
@@ -164,10 +162,6 @@ def restore_checkpoint(
     fairseq calls this for a new run, too: then there is no such file, and the result is None instead of the
     checkpoint's extra_state. In the worker that saves, task.run_origin is set in both cases, which hashes the training
     data.
-
-    Without this patch, fairseq ignores changed settings, and buries the reason for an incompatible checkpoint in pages
-    of output. If the batch size has changed and a run resumes in the middle of an epoch, fairseq skips the wrong
-    sequences. It also does not resume --ema-update-freq exactly. Remove the patch once fairseq does all this.
     """
     cfg = trainer.cfg
     task = trainer.task
@@ -219,11 +213,7 @@ def _load_error_reason(cause: BaseException | None) -> str:
 
 
 def train_step(original: Callable, trainer: Trainer, samples: list[Any], *args: Any, **kwargs: Any) -> Any:
-    """Let the task prepare an update, and make it. Replaces Trainer.train_step.
-
-    `samples` are this worker's batches. Without this patch, an update in which nothing is masked has the loss NaN, and
-    fairseq's message about a NaN says neither where it first appeared nor what to try.
-    """
+    """Let the task prepare this worker's batches of an update, and make the update. Replaces Trainer.train_step."""
     if isinstance(trainer.task, HookedTask):
         trainer.task.before_update(samples, trainer.get_num_updates(), trainer.device)
     with explain_nan(trainer):
