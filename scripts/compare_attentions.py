@@ -34,7 +34,7 @@ from lln_fairseq.provenance import describe_provenance, write_result
 from lln_fairseq.terminal import at_least_one, program_parser, text_table
 from scripts.benchmarks.meter import model_argument, split_specs
 from scripts.tables import mean_and_range
-from scripts.training import (
+from scripts.train_tasks import (
     attention_overrides,
     call_logged,
     compose_config,

@@ -1,2 +1,2 @@
 #!/usr/bin/env bash
-. "$(dirname "${BASH_SOURCE[0]}")/program.sh" scripts.training finetune_qnli "$@"
+. "$(dirname "${BASH_SOURCE[0]}")/program.sh" scripts.train_tasks finetune_qnli "$@"

@@ -1,2 +1,2 @@
 #!/usr/bin/env bash
-. "$(dirname "${BASH_SOURCE[0]}")/program.sh" scripts.training glue_all "$@"
+. "$(dirname "${BASH_SOURCE[0]}")/program.sh" scripts.train_tasks glue_all "$@"

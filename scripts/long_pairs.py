@@ -30,7 +30,7 @@ from lln_fairseq.command import run_main
 from lln_fairseq.errors import UserError
 from lln_fairseq.files import write_bytes
 from lln_fairseq.terminal import program_parser
-from scripts.training import format_override, run_override, train_words
+from scripts.train_tasks import format_override, run_override, train_words
 
 HIDDEN = {"QNLI": (1,), "QQP": (0, 1)}  # the indices of the texts that are hidden
 POSITIONS = 1024  # tokens of the longest row, except in qnli64

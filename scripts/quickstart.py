@@ -27,7 +27,7 @@ from lln_fairseq.terminal import text_table
 from scripts.benchmarks.meter import interleaved
 from scripts.benchmarks.prediction import loaded_logits, random_tokens
 from scripts.figures import Settings, figure_8
-from scripts.training import (
+from scripts.train_tasks import (
     call,
     call_logged,
     format_override,

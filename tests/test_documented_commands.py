@@ -15,7 +15,7 @@ import lln_fairseq
 from lln_fairseq.__main__ import run_program
 from scripts import compare_attentions
 from scripts.figures import paper
-from scripts.training import compose_config
+from scripts.train_tasks import compose_config
 from tests.documentation import PAGES, ROOT, code_blocks, text_without_code
 
 COMMAND = re.compile(r"lln-fairseq |python -m (lln_fairseq|scripts|data_prep)\b|fairseq-|scripts/")
@@ -138,10 +138,10 @@ def unknown_arguments(program, arguments, monkeypatch):
 def check_program(program, arguments, monkeypatch):
     """Check flags with the program's parser, and the remaining arguments as overrides of the recipe that it uses."""
     overrides = unknown_arguments(program, arguments, monkeypatch)
-    if program == "scripts.training" and arguments[0].startswith("lra"):
+    if program == "scripts.train_tasks" and arguments[0].startswith("lra"):
         task = "listops" if arguments[0] == "lra_all" else arguments[1]
         compose_config("lra", [f"lra={task}", *overrides])
-    elif program == "scripts.training":
+    elif program == "scripts.train_tasks":
         compose_config("finetune", ["glue=sst2", *overrides])
     else:
         assert not overrides

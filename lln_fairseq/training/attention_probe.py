@@ -1,4 +1,7 @@
-"""Run the probe of analysis/probe.py during training (--probe-interval): measure the attention on a fixed batch."""
+"""Run the probe of analysis/probe.py during training (--probe-interval): measure the attention on a fixed batch.
+
+It is for those who follow the paper's measurements, such as the entropy in Figure 1, from update to update.
+"""
 
 import logging
 from collections.abc import Mapping

@@ -1,4 +1,7 @@
-"""Report how many of the computed tokens are padding: every batch is as long as its longest row."""
+"""Report how many of the computed tokens are padding, for users whose rows have many lengths.
+
+Every batch is as long as its longest row.
+"""
 
 import logging
 from collections.abc import Sequence

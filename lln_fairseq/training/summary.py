@@ -1,4 +1,4 @@
-"""Log, in about ten lines, what a run will do."""
+"""Log, in about ten lines, what a run will do, for a user who is about to leave it alone for hours."""
 
 import logging
 import math

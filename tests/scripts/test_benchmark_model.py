@@ -12,7 +12,7 @@ from lln_fairseq.attention import LAYER_REGISTRY, MECHANISMS
 from scripts.benchmarks import model as benchmark
 from scripts.benchmarks.meter import OutOfMemory, in_child
 from scripts.benchmarks.model import Training
-from scripts.training import compose_config
+from scripts.train_tasks import compose_config
 from tests.helpers import with_representatives
 
 

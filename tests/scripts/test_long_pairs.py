@@ -8,7 +8,7 @@ from data_prep import tsv
 from data_prep.glue_rows import GlueRows
 from scripts import long_pairs
 from scripts.long_pairs import Task
-from scripts.training import compose_config
+from scripts.train_tasks import compose_config
 
 LABELS = ["entailment", "not_entailment"]
 

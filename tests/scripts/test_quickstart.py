@@ -14,7 +14,7 @@ import pytest
 
 from lln_fairseq.linearize import program
 from scripts import quickstart
-from scripts.training import compose_config
+from scripts.train_tasks import compose_config
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lln_fairseq.analysis.events import read_curves
-from scripts import training
+from scripts import train_tasks
 from tests.fairseq_runs import make_classification, make_corpus
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -123,7 +123,7 @@ def test_bad_arguments_end_in_one_line(arguments, message, tmp_path, monkeypatch
     (tmp_path / "any.pt").touch()
     monkeypatch.chdir(tmp_path)
 
-    assert training.main(list(arguments)) == 1
+    assert train_tasks.main(list(arguments)) == 1
 
     error = capsys.readouterr().err
     assert error.startswith("error: ")

@@ -7,7 +7,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lln_fairseq.errors import UserError
-from scripts import training
+from scripts import train_tasks
 
 PATHS = ("runs/a_b/checkpoint.pt", "runs/common.seed=1,x y/it's", "back\\slash/", "[a]{b}:c")
 PROGRAM = """
@@ -29,20 +29,20 @@ def program(tmp_path, monkeypatch):
 def test_failure_shows_the_last_line_and_the_log(program, tmp_path, monkeypatch):
     log = tmp_path / "logs" / "train.log"
     updates = []
-    monkeypatch.setattr(training, "show_update", lambda bar, update, loss: updates.append((update, loss)))
-    training.call_logged("train", [program, "0"], log, 3)
+    monkeypatch.setattr(train_tasks, "show_update", lambda bar, update, loss: updates.append((update, loss)))
+    train_tasks.call_logged("train", [program, "0"], log, 3)
     assert updates == [(3, "2.5")]
 
     with pytest.raises(UserError, match=r"train failed \(exit code 5\): the reason \(output in .*train\.log\)"):
-        training.call_logged("train", [program, "5"], log, 3)
+        train_tasks.call_logged("train", [program, "5"], log, 3)
 
     assert log.read_text().count("the reason") == 2
 
 
 def test_tasks_beyond_the_table_end_with_their_files(monkeypatch, capsys):
-    monkeypatch.setattr(training, "finetune", lambda *args: None)
+    monkeypatch.setattr(train_tasks, "finetune", lambda *args: None)
     arguments = ["glue_all", "runs/a/checkpoint_best.pt", "--seeds", "1", "--tasks", "rte mrpc"]
-    assert training.main(arguments) == 0
+    assert train_tasks.main(arguments) == 0
     assert capsys.readouterr().out == (
         "not in Table 1: rte, mrpc; their scores are in runs/a/glue/TASK/seedN/valid.json\n"
     )
@@ -54,7 +54,7 @@ def test_tasks_beyond_the_table_end_with_their_files(monkeypatch, capsys):
 )
 def test_only_what_can_help_is_advised_after_a_failure(code, message, program):
     with pytest.raises(UserError, match=f"{message}$"):
-        training.call([program, code])
+        train_tasks.call([program, code])
 
 
 def test_interrupt_ends_the_program(tmp_path, monkeypatch):
@@ -62,7 +62,7 @@ def test_interrupt_ends_the_program(tmp_path, monkeypatch):
     (tmp_path / "slow.py").write_text(slow)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     started = []
-    popen = training.subprocess.Popen
+    popen = train_tasks.subprocess.Popen
 
     def remember(*args, **kwargs):
         started.append(popen(*args, **kwargs))
@@ -71,11 +71,11 @@ def test_interrupt_ends_the_program(tmp_path, monkeypatch):
     def interrupt(bar, updates, loss):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(training.subprocess, "Popen", remember)
-    monkeypatch.setattr(training, "show_update", interrupt)
+    monkeypatch.setattr(train_tasks.subprocess, "Popen", remember)
+    monkeypatch.setattr(train_tasks, "show_update", interrupt)
 
     with pytest.raises(KeyboardInterrupt):
-        training.call_logged("slow", ["slow", "0"], tmp_path / "log")
+        train_tasks.call_logged("slow", ["slow", "0"], tmp_path / "log")
 
     assert started[0].returncode == -15
 
@@ -85,43 +85,43 @@ def test_scores_are_kept_until_the_checkpoint_changes(tmp_path):
     checkpoint = tmp_path / "checkpoint_best.pt"
     checkpoint.touch()
 
-    training.score(tmp_path, ["valid", "test"], commands.append)
+    train_tasks.score(tmp_path, ["valid", "test"], commands.append)
     for split in ("valid", "test"):
         (tmp_path / f"{split}.json").touch()
     os.utime(checkpoint, (0, 0))
-    training.score(tmp_path, ["valid", "test"], commands.append)
+    train_tasks.score(tmp_path, ["valid", "test"], commands.append)
     assert len(commands) == 1
     assert commands[0][-3:] == ["--split=valid,test", "--json", str(tmp_path / "{split}.json")]
 
     os.utime(tmp_path / "test.json", (1, 1))
     os.utime(checkpoint, (2, 2))
-    training.score(tmp_path, ["valid", "test"], commands.append)
+    train_tasks.score(tmp_path, ["valid", "test"], commands.append)
     assert len(commands) == 2
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_override_round_trips_a_path(path):
-    override = training.format_override("checkpoint.save_dir", path)
+    override = train_tasks.format_override("checkpoint.save_dir", path)
 
     assert OverridesParser.create().parse_override(override).value() == path
-    assert training.last_value("checkpoint.save_dir", ["checkpoint.save_dir=other", override, "x=1"]) == path
+    assert train_tasks.last_value("checkpoint.save_dir", ["checkpoint.save_dir=other", override, "x=1"]) == path
 
 
 def test_last_value_names_an_unreadable_override():
     with pytest.raises(UserError, match=r"^a\.b=c=d: \w"):
-        training.last_value("a.b", ["a.b=c=d"])
+        train_tasks.last_value("a.b", ["a.b=c=d"])
 
 
 def test_results_are_next_to_the_checkpoint_or_in_save_dir(tmp_path, monkeypatch):
     commands = []
-    monkeypatch.setattr(training, "call", commands.append)
-    monkeypatch.setattr(training, "score", lambda directory, splits: commands.append((directory, splits)))
+    monkeypatch.setattr(train_tasks, "call", commands.append)
+    monkeypatch.setattr(train_tasks, "score", lambda directory, splits: commands.append((directory, splits)))
     checkpoint = tmp_path / "a b" / "best.pt"
     checkpoint.parent.mkdir()
     checkpoint.touch()
 
-    training.main(["finetune_mnli", str(checkpoint), "--seed", "7", "run=cpu"])
-    training.main(["lra", "text", "attention=elu", "checkpoint.save_dir=mine"])
+    train_tasks.main(["finetune_mnli", str(checkpoint), "--seed", "7", "run=cpu"])
+    train_tasks.main(["lra", "text", "attention=elu", "checkpoint.save_dir=mine"])
 
     assert f"checkpoint.finetune_from_model='{checkpoint}'" in commands[0]
     assert commands[1] == (checkpoint.parent / "glue" / "mnli" / "seed7", ("valid1", "valid"))
