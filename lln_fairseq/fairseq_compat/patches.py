@@ -1,8 +1,8 @@
 """Patch fairseq 0.12 in the places where it has no hook.
 
-`list_patches` has every function of fairseq that is replaced, with what fairseq does wrong and the test that shows it.
-`original`, the first argument of every replacement, is fairseq's function. If the test fails because fairseq no longer
-does anything wrong, remove the patch.
+`install` lists every function of fairseq that is replaced, in the order in which a run meets them: its line in
+ve-fairseq 0.12.3, what fairseq does wrong, and the test that shows it. If the test fails because fairseq no longer does
+anything wrong, remove the patch. `original`, the first argument of every replacement, is fairseq's function.
 """
 
 import copyreg
@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import fairseq.dataclass.utils
 from fairseq import checkpoint_utils
@@ -29,124 +29,56 @@ from lln_fairseq.training import start
 from lln_fairseq.training.exit import exit_with_one_line
 
 
-class Patch(NamedTuple):
-    """A function of fairseq, or of Python, that is replaced.
-
-    Attributes:
-        line: the line of the function in ve-fairseq 0.12.3; "" if it is not fairseq's.
-        owner: the module or class that has the function.
-        name: the name of the function there.
-        replacement: is called as replacement(original, ...) with the arguments of the function.
-        fault: what happens without the patch.
-        test: the test that shows it.
-    """
-
-    line: str
-    owner: Any
-    name: str
-    replacement: Callable
-    fault: str
-    test: str
-
-
-def list_patches(run_worker: Callable) -> list[Patch]:
-    """Return all patches, in the order in which a run meets them.
+def install(run_worker: Callable) -> None:
+    """Install all patches of fairseq. A second call does nothing.
 
     run_worker(main, cfg, ...) is called in every worker where fairseq would call main(cfg, ...).
     """
-    return [
-        Patch(
-            "dataclass/utils.py:487",
-            fairseq.dataclass.utils,
-            "merge_with_parent",
-            _merge_with_parent,
-            "An unknown option, or a value of the wrong type, ends in a traceback.",
-            "tests/models/test_lln_roberta.py::test_hydra_reports_bad_input_without_traceback",
-        ),
-        Patch(
-            "",
-            sys,
-            "excepthook",
-            _excepthook,
-            "fairseq-train reports what a user can fix with a traceback.",
-            "tests/models/test_lln_roberta.py::test_fairseq_train_reports_bad_input_in_one_line",
-        ),
-        Patch(
-            "distributed/utils.py:368",
-            distributed_utils,
-            "call_main",
-            functools.partial(start.start_run, run_worker),
-            "Two runs write into one directory, and loader threads abort the process at its end.",
-            "tests/fairseq_compat/test_fairseq_failures.py::test_prefetching_threads_end_with_training",
-        ),
-        Patch(
-            "checkpoint_utils.py:208",
-            checkpoint_utils,
-            "load_checkpoint",
-            start.prepare_training,
-            "A missing --restore-file trains from scratch, and a complete run makes another update.",
-            "tests/fairseq_compat/test_fairseq_failures.py::test_complete_run_makes_no_more_updates",
-        ),
-        Patch(
-            "trainer.py:465",
-            Trainer,
-            "load_checkpoint",
-            start.restore_checkpoint,
-            "A run resumes with other settings and data, or with the wrong batches of an epoch.",
-            "tests/training/test_run_identity.py::test_resume_rejects_changed_settings",
-        ),
-        Patch(
-            "checkpoint_utils.py:306",
-            checkpoint_utils,
-            "load_checkpoint_to_cpu",
-            _load_checkpoint_to_cpu,
-            "A checkpoint is unpickled with any class, and options in it are evaluated as Python.",
-            "tests/checkpoints/test_reading.py::test_code_in_a_checkpoint_does_not_run",
-        ),
-        Patch(
-            "trainer.py:796",
-            Trainer,
-            "train_step",
-            start.train_step,
-            "An update without a mask has the loss NaN, and a run that NaN stops does not say where it appeared.",
-            "tests/tasks/test_one_mask.py::test_run_on_short_rows_has_finite_losses_and_resumes_exactly",
-        ),
-        Patch(
-            "tasks/fairseq_task.py:40",
-            StatefulContainer,
-            "__getattr__",
-            _get_task_state,
-            "A task cannot be copied or pickled: the recursion is too deep.",
-            "tests/fairseq_compat/test_fairseq_failures.py::test_task_is_copied_and_pickled",
-        ),
-        Patch(
-            "checkpoint_utils.py:578",
-            checkpoint_utils,
-            "torch_persistent_save",
-            saving.save,
-            "A full disk leaves a file of the size of a checkpoint, and three tracebacks.",
-            "tests/training/test_runs.py::test_full_disk_keeps_last_checkpoint",
-        ),
-        Patch(
-            "file_io.py:70",
-            PathManager,
-            "copy",
-            saving.atomic_copy,
-            "A kill while checkpoint_last.pt is copied leaves half of it.",
-            "tests/training/test_runs.py::test_kill_during_copy_keeps_old_checkpoint",
-        ),
-    ]
-
-
-def install(run_worker: Callable) -> None:
-    """Install all patches of `list_patches`, and what else fairseq needs. A second call does nothing."""
     if hasattr(PathManager.copy, "__wrapped__"):
         return
     reading.allow_fairseq_checkpoints()
     log_filters.install_filters()
-    for patch in list_patches(run_worker):
-        _wrap(patch.owner, patch.name, patch.replacement)
-    # Configurations refer to classes of ChoiceEnum, which are all called "Choices": pickle does not find them.
+
+    # fairseq/dataclass/utils.py:487: an unknown option, or a value of the wrong type, ends in a traceback.
+    # tests/models/test_lln_roberta.py::test_hydra_reports_bad_input_without_traceback
+    _wrap(fairseq.dataclass.utils, "merge_with_parent", _merge_with_parent)
+
+    # fairseq_cli/train.py:574: fairseq-train ends in a traceback for what a user can fix. Its exceptions end up here.
+    # tests/models/test_lln_roberta.py::test_fairseq_train_reports_bad_input_in_one_line
+    _wrap(sys, "excepthook", _excepthook)
+
+    # fairseq/distributed/utils.py:368: two runs write into one directory, and loader threads abort the process.
+    # tests/fairseq_compat/test_fairseq_failures.py::test_prefetching_threads_end_with_training
+    _wrap(distributed_utils, "call_main", functools.partial(start.start_run, run_worker))
+
+    # fairseq/checkpoint_utils.py:208: a missing --restore-file is ignored, and a complete run makes another update.
+    # tests/fairseq_compat/test_fairseq_failures.py::test_complete_run_makes_no_more_updates
+    _wrap(checkpoint_utils, "load_checkpoint", start.prepare_training)
+
+    # fairseq/trainer.py:465: a run resumes with other settings and data, or with the wrong batches of an epoch.
+    # tests/training/test_run_identity.py::test_resume_rejects_changed_settings
+    _wrap(Trainer, "load_checkpoint", start.restore_checkpoint)
+
+    # fairseq/checkpoint_utils.py:306: any class is unpickled, and options in a checkpoint are evaluated as Python.
+    # tests/checkpoints/test_reading.py::test_code_in_a_checkpoint_does_not_run
+    _wrap(checkpoint_utils, "load_checkpoint_to_cpu", _load_checkpoint_to_cpu)
+
+    # fairseq/trainer.py:797: an update without masks has the loss NaN, and a run that NaN stops does not say where.
+    # tests/tasks/test_one_mask.py::test_run_on_short_rows_has_finite_losses_and_resumes_exactly
+    _wrap(Trainer, "train_step", start.train_step)
+
+    # fairseq/checkpoint_utils.py:578: a full disk leaves a part of a checkpoint, and three tracebacks.
+    # tests/training/test_runs.py::test_full_disk_keeps_last_checkpoint
+    _wrap(checkpoint_utils, "torch_persistent_save", saving.save)
+
+    # fairseq/file_io.py:71: a kill while checkpoint_last.pt is copied leaves half of it.
+    # tests/training/test_runs.py::test_kill_during_copy_keeps_old_checkpoint
+    _wrap(PathManager, "copy", saving.atomic_copy)
+
+    # fairseq/tasks/fairseq_task.py:40: a task cannot be copied or pickled, because the recursion is too deep.
+    # tests/fairseq_compat/test_fairseq_failures.py::test_task_is_copied_and_pickled
+    _wrap(StatefulContainer, "__getattr__", _get_task_state)
+    # fairseq/dataclass/constants.py:32: all classes of ChoiceEnum are called "Choices", and pickle does not find them.
     copyreg.pickle(StrEnumMeta, _reduce_enum_class)
 
 
