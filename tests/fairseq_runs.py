@@ -19,7 +19,9 @@ from hydra.core.hydra_config import HydraConfig
 import lln_fairseq
 from lln_fairseq.training.recipes import CONFIGS
 from lln_fairseq.training.resume import PATIENCE_ATTRIBUTES
+from tests.shortcuts import speed_up_fairseq_train
 
+speed_up_fairseq_train()
 lln_fairseq.register()
 WORDS = [f"w{i}" for i in range(60)]
 USER_DIR = ("--user-dir", Path(__file__).parents[1] / "lln_fairseq")

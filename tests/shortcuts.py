@@ -6,8 +6,10 @@ import functools
 import os
 from collections.abc import Callable
 
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig
 
 
 def install_shortcuts() -> None:
@@ -53,3 +55,27 @@ def speed_up_triton_interpreter() -> None:
         return patch(fn)
 
     interpreter._patch_lang = patch_unless_patched
+
+
+def speed_up_fairseq_train() -> None:
+    """Let fairseq-train compose the defaults of a task, a model and the like only once.
+
+    Otherwise a third of the time of a training with three updates goes into their composition.
+    """
+    from fairseq.dataclass import utils
+
+    compose = utils.compose
+    parser = OverridesParser.create()
+
+    @functools.cache
+    def compose_groups(config_name: str, groups: tuple[str, ...]) -> DictConfig:
+        return compose(config_name, overrides=list(groups), strict=False)
+
+    def compose_once(config_name: str, overrides: list[str], strict: bool) -> DictConfig:
+        values = [override for override in overrides if "." in override.split("=")[0]]
+        groups = tuple(override for override in overrides if override not in values)
+        config = copy.deepcopy(compose_groups(config_name, groups))
+        ConfigLoaderImpl._apply_overrides_to_config(parser.parse_overrides(values), config)
+        return config
+
+    utils.compose = compose_once

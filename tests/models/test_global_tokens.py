@@ -18,7 +18,6 @@ from tests.fairseq_runs import (
     CLASSIFICATION,
     LLN,
     WORDS,
-    assert_resumes_exactly,
     binarize,
     make_classification,
     make_dictionary,
@@ -190,15 +189,15 @@ def pair_data(tmp_path_factory):
     return folder
 
 
-def test_run_trains_resumes_and_loads(pair_data, tmp_path, monkeypatch):
+def test_run_trains_and_loads(pair_data, tmp_path, monkeypatch):
     options = (*CLASSIFICATION, *LLN, *FLAGS, "--lln-diag-global-tokens", "first_segment", "--separator-token", EOS)
     options = (*options, "--shorten-method", "truncate", "--checkpoint-activations")
-    assert_resumes_exactly(monkeypatch, tmp_path, pair_data, *options)
+    train(monkeypatch, tmp_path / "log", pair_data, tmp_path / "run", *options)
 
     changes = ("--max-update", 6, "--lln-diag-global-tokens", "16")
     with pytest.raises(UserError, match=r"lln_diag_global_tokens = first_segment in the checkpoint, now 16"):
-        train(monkeypatch, tmp_path / "log", pair_data, tmp_path / "parts", *options, *changes)
-    model, task = load_model(str(tmp_path / "whole/checkpoint_last.pt"))
+        train(monkeypatch, tmp_path / "log", pair_data, tmp_path / "run", *options, *changes)
+    model, task = load_model(str(tmp_path / "run/checkpoint_last.pt"))
     task.load_dataset("valid")
     batch = task.dataset("valid").collater([task.dataset("valid")[row] for row in range(3)])
     lengths = record_lengths(model)
@@ -269,7 +268,7 @@ def test_forward_pass_reads_once_from_the_device(options, monkeypatch):
 
 
 def test_compiled_model_takes_other_lengths_without_another_compilation():
-    model = build_model(**FIRST_SEGMENT)
+    model = build_model(**FIRST_SEGMENT, encoder_layers=1)
     compiled = torch.compile(model, backend="eager")
     frames = []
     with torch.no_grad():

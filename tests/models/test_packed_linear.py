@@ -1,6 +1,7 @@
 """Linear layers with packed weights: the packed copy follows every change of the weight, and training never uses it."""
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -225,26 +226,24 @@ def test_int8_gives_the_same_bits_whatever_the_other_tokens(int8_way):
     assert torch.equal(way(x), separately)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 257])
-@pytest.mark.parametrize("in_features", [1, 2, 64])
-@pytest.mark.parametrize("out_features", [1, 32])
 @pytest.mark.parametrize("strides", ["rows", "columns", "sliced", "expanded"])
-def test_int8_is_exact_for_whole_numbers_of_any_strides(int8_way, rows, in_features, out_features, strides):
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randint(-60, 61, (out_features, in_features), generator=generator).float()
-    weight[:, 0] = int8_way.largest_weight()  # the scales are 1 then
-    x = torch.randint(0, 256, (rows, in_features), generator=generator).float()
-    x[:, -1] = 0
-    x[:, 0] = 255
-    if strides == "columns":
-        x = x.t().contiguous().t()
-    elif strides == "sliced":
-        x = torch.cat([x, x], dim=1)[:, :in_features]
-    elif strides == "expanded":
-        x = x[:1].expand(rows, in_features)
-    way = int8_way(weight, torch.zeros(out_features))
-    expected = x.double() @ weight.double().T
-    torch.testing.assert_close(way(x).double(), expected, rtol=1e-6, atol=1e-3)
+def test_int8_is_exact_for_whole_numbers_of_any_strides(int8_way, strides):
+    for rows, in_features, out_features in itertools.product((1, 2, 257), (1, 2, 64), (1, 32)):
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.randint(-60, 61, (out_features, in_features), generator=generator).float()
+        weight[:, 0] = int8_way.largest_weight()  # the scales are 1 then
+        x = torch.randint(0, 256, (rows, in_features), generator=generator).float()
+        x[:, -1] = 0
+        x[:, 0] = 255
+        if strides == "columns":
+            x = x.t().contiguous().t()
+        elif strides == "sliced":
+            x = torch.cat([x, x], dim=1)[:, :in_features]
+        elif strides == "expanded":
+            x = x[:1].expand(rows, in_features)
+        way = int8_way(weight, torch.zeros(out_features))
+        expected = x.double() @ weight.double().T
+        torch.testing.assert_close(way(x).double(), expected, rtol=1e-6, atol=1e-3, msg=f"{x.shape}: {{}}".format)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
