@@ -296,7 +296,8 @@ def check_restore_file(cfg: Any) -> None:
     if in_other_directory and os.path.isfile(last):
         raise UserError(
             f"{last} exists, and a run from --restore-file {restore_file} would overwrite it: use "
-            "--finetune-from-model instead, which resumes from it, or another --save-dir"
+            "--finetune-from-model (checkpoint.finetune_from_model) instead, which resumes from it, or another "
+            "--save-dir (checkpoint.save_dir)"
         )
 
 
@@ -320,16 +321,14 @@ def check_precision(cfg: Any) -> None:
         return
     # With flat gradients, fairseq allocates the float32 parameters of fp16 on the current GPU.
     is_flat_fp16 = common.fp16 and not (common.memory_efficient_fp16 or common.fp16_no_flatten_grads)
+    if not (common.amp or is_flat_fp16):
+        return
+    kind = "amp" if common.amp else "fp16"
     if common.cpu:
-        reason = "--cpu (common.cpu, run=cpu) is set"
-        advice = ""
-    else:
-        reason = "there is none"
-        advice = ", or choose run=cpu"
-    if common.amp:
-        raise UserError(f"amp needs a GPU, but {reason}: leave amp out (common.amp=false{advice})")
-    if is_flat_fp16:
-        raise UserError(f"fp16 needs a GPU, but {reason}: leave fp16 out (common.fp16=false{advice})")
+        raise UserError(
+            f"{kind} needs a GPU, but --cpu (common.cpu, run=cpu) is set: leave {kind} out (common.{kind}=false)"
+        )
+    raise UserError(f"{kind} needs a GPU, but there is none: choose run=cpu (fairseq-train: --cpu, and no --{kind})")
 
 
 def split_global_batch(cfg: Any) -> None:
