@@ -159,7 +159,7 @@ BAD_OVERRIDES = [
     (["+optimization.max_updates=2"], "unknown option 'optimization.max_updates'; did you mean 'max_update'"),
     (["+bpe.gpt2_vocab=x"], r"unknown option 'bpe.gpt2_vocab' \(known: _name\)"),
     (["+comon.seed=3"], "unknown group of options 'comon'; did you mean 'common'"),
-    (["run=gpu8"], "^error: fp16 needs a GPU, but there is none: leave fp16 out"),
+    (["run=gpu8"], "^error: fp16 needs a GPU, but there is none: choose run=cpu "),
 ]
 
 

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import fairseq_cli.hydra_train
 import pytest
 import torch
-from fairseq.dataclass.configs import FairseqConfig
 from fairseq.trainer import Trainer
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
@@ -22,7 +21,6 @@ from lln_fairseq.training.settings import (
     TORCHRUN,
     check_best_metric,
     check_patience,
-    check_precision,
     check_ranges,
     check_workers,
     complete_schedule,
@@ -300,17 +298,6 @@ def test_patience_needs_a_checkpoint_of_every_validation(updates, epochs, messag
 @pytest.mark.parametrize("updates", [(0, 0), (0, 5000), (50, 50), (50, 25)])
 def test_patience_accepts_a_checkpoint_of_every_validation(updates):
     check_intervals(updates, epochs=(1, 1))
-
-
-def test_fp16_without_a_gpu_advises_what_works_next(monkeypatch):
-    """Fewer workers, or fp16 left out, would not be enough for run=gpu8."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    cfg = OmegaConf.structured(FairseqConfig())
-    cfg.common.fp16 = True
-    with pytest.raises(
-        UserError, match=r"needs a GPU, but there is none: choose run=cpu \(fairseq-train: --cpu, and no"
-    ):
-        check_precision(cfg)
 
 
 def test_fp16_and_bf16_exclude_each_other(corpus, tmp_path, monkeypatch, capsys):
