@@ -54,6 +54,7 @@ setup(
             "pytest-timeout>=2.3,<3",
             "pytest-xdist>=3.6,<4",
             "scikit-learn>=1.5,<1.10",
+            "sentence-transformers>=5.4,<7",  # version 6 needs transformers 5
             "ruff==0.17.5",
             "mypy==2.4.1",
             *HUGGING_FACE,

@@ -89,7 +89,8 @@ def test_encoder_is_loaded_completely(attention, encoders, monkeypatch, capfd):
 
 @pytest.mark.parametrize("attention", ["softmax", "lln_diag"])
 def test_sentence_transformers_gives_same_vectors(attention, encoders, capfd):
-    sentence_transformers = pytest.importorskip("sentence_transformers")
+    import sentence_transformers  # slow
+
     converted, exported = encoders(attention)
     capfd.readouterr()
     model = sentence_transformers.SentenceTransformer(str(exported), trust_remote_code=True, device="cpu")

@@ -28,7 +28,8 @@ def change_json(path, **changes):
 
 
 def cross_encoder_scores(folder, pairs=PAIRS):
-    sentence_transformers = pytest.importorskip("sentence_transformers")
+    import sentence_transformers  # slow
+
     model = sentence_transformers.CrossEncoder(str(folder), trust_remote_code=True, device="cpu")
     return model.predict(pairs, convert_to_tensor=True)
 

@@ -156,7 +156,8 @@ def test_default_prompt_is_rejected(headless, tmp_path, capsys):
 
 
 def test_prompts_and_similarity_of_source_are_exported(headless, tmp_path):
-    sentence_transformers = pytest.importorskip("sentence_transformers")
+    import sentence_transformers  # slow
+
     headless(tmp_path / "in")
     write_pooling(tmp_path / "in", Pooling("cls"))
     write_prompts(tmp_path / "in", default="passage", similarity_fn_name="dot")  # the default prompt is empty

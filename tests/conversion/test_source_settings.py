@@ -221,7 +221,8 @@ def test_table_has_every_setting_of_a_published_encoder():
 
 @pytest.mark.parametrize("kind", TABLE)
 def test_table_has_every_setting_that_sentence_transformers_writes(kind, sources, tmp_path):
-    sentence_transformers = pytest.importorskip("sentence_transformers")
+    import sentence_transformers  # slow
+
     classes = {"encoder": "SentenceTransformer", "cross-encoder": "CrossEncoder"}
     model = getattr(sentence_transformers, classes[kind])(str(sources / kind), device="cpu")
     model.save_pretrained(str(tmp_path / "saved"))
