@@ -33,8 +33,11 @@ from lln_fairseq.ops.formula import (
     Spec,
     alpha_beta,
     attend_to_all_keys,
+    clear_padding,
     compute_dtype,
+    first_rows,
     hybrid_formula,
+    softmax_attention,
     standard_deviations,
 )
 from lln_fairseq.ops.rotary import rotary_factors, rotate
@@ -216,7 +219,8 @@ class LLNSelfAttention(RobertaSelfAttention):
             dropout = self.dropout.p
         if self.is_softmax:
             return attend_to_all_keys(q, k, v, padded, dropout)
-        if HAS_KERNELS and not torch.compiler.is_exporting():
+        is_traced = torch.compiler.is_exporting() or torch.jit.is_tracing()
+        if HAS_KERNELS and not is_traced:
             return self.attend_with_kernels(q, k, v, padded, dropout, global_tokens)
         return self.attend_without_kernels(q, k, v, padded, dropout, global_tokens)
 
@@ -270,7 +274,8 @@ class LLNSelfAttention(RobertaSelfAttention):
         out = hybrid_formula(spec, Inputs(q, k, v, alpha, beta, offset, padded, global_tokens))
         if global_tokens is None:
             return out
-        rows = attend_to_all_keys(q[:, :, :max_global], k, v, padded, dropout)
+        q, k, v = clear_padding(q, k, v, padded)
+        rows = softmax_attention(first_rows(q, max_global), k, v, padded, dropout)
         is_global = torch.arange(q.shape[2], device=q.device) < global_tokens[:, None]
         rows = F.pad(rows, (0, 0, 0, q.shape[2]))[:, :, : q.shape[2]]
         return torch.where(is_global[:, None, :, None], rows, out)
@@ -356,16 +361,19 @@ class LLNRobertaModel(RobertaModel):
         transformers 5 passes a mask with four dimensions on to the layers. It would expand another one, and None, to
         (B, 1, N, N), which needs more memory than the attention itself.
         """
+        if input_ids is not None:
+            tokens = input_ids
+        elif inputs_embeds is not None:
+            tokens = inputs_embeds[:, :, 0]
+        else:
+            return None  # RobertaModel reports the missing input
         if attention_mask is None:
-            if input_ids is not None:
-                attention_mask = torch.ones_like(input_ids)
-            elif inputs_embeds is not None:
-                attention_mask = torch.ones_like(inputs_embeds[:, :, 0])
-            else:
-                return None  # RobertaModel reports the missing input
-        if attention_mask.dim() != 2:
-            shape = tuple(attention_mask.shape)
-            raise ValueError(f"this attention supports only padding masks (B, N), got a mask of shape {shape}")
+            attention_mask = torch.ones_like(tokens)
+        if attention_mask.shape != tokens.shape:
+            raise ValueError(
+                f"this attention supports only padding masks (B, N), got a mask of shape {tuple(attention_mask.shape)} "
+                f"for {tuple(tokens.shape)} tokens"
+            )
         if self.config.attention in WITH_BLOCKS:
             require_right_padding(attention_mask)
         rows = attention_mask[:, None]

@@ -148,6 +148,11 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def is_known(size: Any) -> bool:
+    """Return False if a size of a tensor is a symbol, which an `if` cannot compare, as in a trace or an export."""
+    return isinstance(size, int) and not torch.compiler.is_exporting()
+
+
 def hybrid_formula(spec: Spec, inputs: Inputs) -> Tensor:
     """Compute the call with the α and β of the inputs, and return (B, H, N, D) in the dtype of q.
 
@@ -158,7 +163,9 @@ def hybrid_formula(spec: Spec, inputs: Inputs) -> Tensor:
     if spec.form != DIAG:
         sums = sum_keys(heads)
     out = attend_heads(spec, heads, sums, lambda p: F.dropout(p, spec.dropout))
-    return out[:, : inputs.q.shape[2]].reshape(inputs.q.shape).to(inputs.q.dtype)
+    beyond = inputs.q.shape[2] - heads.q.shape[1]  # at most 0
+    out = F.pad(out, (0, 0, 0, beyond))  # as out[:, :N], but torch.export cannot prove that N is not larger
+    return out.reshape(inputs.q.shape).to(inputs.q.dtype)
 
 
 def load_heads(spec: Spec, inputs: Inputs, group: slice = slice(None)) -> Heads:
@@ -171,14 +178,17 @@ def load_heads(spec: Spec, inputs: Inputs, group: slice = slice(None)) -> Heads:
     size = 1
     if spec.form != LLN:
         size = spec.block_size
-        if isinstance(length, int):
+        if is_known(length):
             size = max(1, min(size, length))
     blocks = (length + size - 1) // size  # not -(-N // size), which ONNX divides otherwise
+    if size > 1 and torch.compiler.is_exporting() and not torch.onnx.is_in_onnx_export():
+        # One block more: a program of torch.export is valid either for one block or for two and more.
+        blocks = (length + 2 * size - 1) // size
     neighbors = spec.neighbors
-    if isinstance(blocks, int):
+    if is_known(blocks):
         neighbors = min(neighbors, max(blocks - 1, 0))  # the blocks that there are, besides the own one
     missing = blocks * size - length
-    is_ragged = not isinstance(missing, int) or missing > 0
+    is_ragged = not is_known(missing) or missing > 0
     q, k, v = (x.flatten(0, 1)[group].to(dtype).contiguous() for x in inputs[:3])
     padding = None
     if inputs.padding is not None or is_ragged or neighbors:
@@ -327,7 +337,7 @@ def global_key_padding(spec: Spec, inputs: Inputs, block_size: int, blocks: int)
     length = inputs.q.shape[2]
     max_global = spec.max_global
     assert inputs.global_counts is not None
-    if isinstance(length, int):
+    if is_known(length):
         max_global = count_global_keys(spec, length, block_size)
         if max_global == 0:
             return None
@@ -393,7 +403,7 @@ def first_rows(x: Tensor, number: int) -> Tensor:
 
     With sizes such as min(N, 128), an export of six layers takes many minutes.
     """
-    if not isinstance(x.shape[-2], int):
+    if not is_known(x.shape[-2]):
         x = F.pad(x, (0, 0, 0, number))
     return x[..., :number, :]
 

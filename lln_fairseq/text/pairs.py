@@ -32,12 +32,12 @@ def second_text(tokens: Tensor, eos: int, pad: int) -> Tensor:
     These are the tokens of the second text of a pair in BERT's form.
     """
     is_end = _ends_first_text(tokens, eos, BERT_PAIRS, pad)
-    return F.pad(is_end.cumsum(dim=1).gt(0), (1, 0)) & tokens.ne(pad)
+    return is_end.cumsum(dim=1).gt(is_end) & tokens.ne(pad)
 
 
 def _ends_first_text(tokens: Tensor, eos: int, pair_form: str, pad: int) -> Tensor:
-    """Return True for every </s> that can end the first text of a pair, bool (B, N - 1): the first one of them does."""
-    following = tokens[:, 1:]
+    """Return True for every </s> that can end the first text of a pair, bool (B, N): the first one of them does."""
+    following = F.pad(tokens, (0, 1), value=pad)[:, 1:]
     if pair_form == ROBERTA_PAIRS:
-        return tokens[:, :-1].eq(eos) & following.eq(eos)
-    return tokens[:, :-1].eq(eos) & following.ne(pad)
+        return tokens.eq(eos) & following.eq(eos)
+    return tokens.eq(eos) & following.ne(pad)

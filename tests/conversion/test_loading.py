@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from torch.export import Dim
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from lln_fairseq.checkpoints.pooling import Pooling
@@ -15,6 +16,7 @@ from lln_fairseq.conversion.convert import convert
 from lln_fairseq.conversion.export import export
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
+from lln_fairseq.ops.moment_matching import calibration_table
 from tests.conversion.sources import TEXTS, add_noise, compute_logits, encode_texts, make_model, padded_batch
 from tests.conversion.test_sentence_encoders import pool, write_pooling
 from tests.fairseq_runs import CLASSIFICATION, LLN, make_classification, train
@@ -146,6 +148,54 @@ def test_mask_of_layers_does_not_grow_with_the_square_of_the_length(encoders):
     model(tokens, attention_mask=torch.ones(2, 9))
     model(inputs_embeds=torch.zeros(2, 9, 32))
     assert shapes == [(2, 1, 1, 9)] * 3
+
+
+def random_batch(sequences, length):
+    """Return tokens (sequences, length) and their mask, with more padding in every further sequence."""
+    tokens = torch.randint(4, 70, (sequences, length), generator=torch.Generator().manual_seed(length))
+    mask = torch.ones_like(tokens)
+    for row in range(sequences):
+        mask[row, max(1, length - row * length // sequences) :] = 0
+    return {"input_ids": tokens.masked_fill(mask == 0, 1), "attention_mask": mask}
+
+
+def assert_same_outputs(traced, model):
+    """Compare a traced model with the model itself for lengths around those of whole blocks of 16 tokens."""
+    for length in (1, 2, 15, 16, 17, 31, 32, 33, 40):
+        for sequences in (1, 3):
+            batch = random_batch(sequences, length)
+            real = batch["attention_mask"].bool()
+            with torch.no_grad():
+                actual = traced(**batch)["last_hidden_state"]
+                expected = model(**batch).last_hidden_state
+            torch.testing.assert_close(actual[real], expected[real], rtol=1e-5, atol=1e-5)
+
+
+NAMED = {0: Dim("batch", max=64), 1: Dim("length", max=40)}
+
+
+@pytest.mark.parametrize(
+    ("attention", "dimensions"), [("lln_diag", NAMED), ("window", {0: Dim.AUTO, 1: Dim.AUTO})], ids=["named", "auto"]
+)
+def test_program_of_torch_export_takes_every_length(attention, dimensions, encoders):
+    model = AutoModel.from_pretrained(encoders(attention)[1], trust_remote_code=True).eval()
+    model.encoder.layer = model.encoder.layer[:1]
+    batch = random_batch(2, 36)
+    program = torch.export.export(model, (), batch, dynamic_shapes=dict.fromkeys(batch, dimensions))
+    assert_same_outputs(program.module(), model)
+
+
+def test_first_trace_of_a_process_is_like_the_second(encoders):
+    model = AutoModel.from_pretrained(encoders("lln_diag")[1], trust_remote_code=True).eval()
+    calibration_table.cache_clear()
+    traced = torch.jit.trace(model, example_kwarg_inputs=random_batch(2, 36), strict=False)
+    assert_same_outputs(traced, model)
+
+
+def test_mask_of_another_length_is_rejected(encoders):
+    model = AutoModel.from_pretrained(encoders("lln_diag")[1], trust_remote_code=True).eval()
+    with pytest.raises(ValueError, match=r"got a mask of shape \(1, 4\) for \(1, 5\) tokens"):
+        model(torch.full((1, 5), 7), attention_mask=torch.ones(1, 4))
 
 
 def test_transformers_that_cannot_be_imported_is_reported(monkeypatch):

@@ -195,7 +195,7 @@ def test_run_trains_and_loads(pair_data, tmp_path, monkeypatch):
     train(monkeypatch, tmp_path / "log", pair_data, tmp_path / "run", *options)
 
     changes = ("--max-update", 6, "--lln-diag-global-tokens", "16")
-    with pytest.raises(UserError, match=r"lln_diag_global_tokens = first_segment in the checkpoint, now 16"):
+    with pytest.raises(UserError, match=r"lln_diag_global_tokens\) = first_segment in the checkpoint, now 16"):
         train(monkeypatch, tmp_path / "log", pair_data, tmp_path / "run", *options, *changes)
     model, task = load_model(str(tmp_path / "run/checkpoint_last.pt"))
     task.load_dataset("valid")
