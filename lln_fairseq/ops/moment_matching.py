@@ -125,6 +125,9 @@ def _table_for(q: Tensor) -> Sequence[Tensor]:
 
 def _table_as_numbers(head_dim: int) -> list[list[float]]:
     """Return the result of `calibration_table` as lists of numbers, which torch.compile treats as constants."""
+    points = _shipped_tables().get(str(head_dim))
+    if points is not None:  # torch.jit.trace would record the tensors of `calibration_table`, in the first call only
+        return points
     with _disable_current_modes():
         return [x.tolist() for x in calibration_table(head_dim)]
 
