@@ -16,7 +16,6 @@ derived from the registry. Mechanisms that replace a whole encoder layer are reg
 import dataclasses
 import difflib
 import json
-import math
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from types import NoneType
@@ -257,8 +256,8 @@ def _check_value(name: str, key: str, value: Any, type_hint: Any, metadata: Mapp
         raise ValueError(f"attention '{name}': {key} must be a number, got '{value}'")
     if is_numeric and isinstance(value, float) and float not in types:
         raise ValueError(f"attention '{name}': {key} must be a whole number, got {value}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"attention '{name}': {key} must be finite, got {value}")
+    if isinstance(value, float) and not abs(value) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"attention '{name}': {key} must be finite in float32, got {value}")
     minimum = metadata.get("at_least")
     if minimum is not None and value is not None and value < minimum:
         raise ValueError(f"attention '{name}': {key} must be at least {minimum}, got {value}")

@@ -83,8 +83,8 @@ def export(
         int8: also write model.onnx and model_quantized.onnx.
 
     Returns:
-        Lines for the user: a hint if there is no tokenizer, and last the name of the exported class, with an encoder's
-        pooling.
+        Lines for the user: a hint if there is no tokenizer, the name of the exported class, with an encoder's pooling,
+        and the ONNX files.
 
     Raises:
         UserError: if a file cannot be read, `tokenizer` has no tokenizer, the model or its tokenizer cannot be
@@ -149,6 +149,8 @@ def export(
     lines.append(f"{out}: {exported.config['architectures'][0]}")
     if pooling is not None:
         lines[-1] += f", sentence vectors (pooling: {pooling})"
+    if onnx or int8:
+        lines.append("in ONNX: " + ", ".join(str(path) for path in sorted(out.glob("*.onnx"))))
     return lines
 
 
@@ -273,5 +275,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--onnx", action="store_true", help="also write model.onnx, checked with onnxruntime")
     parser.add_argument("--int8", action="store_true", help="also write model.onnx and model_quantized.onnx")
     args = parser.parse_args(argv)
+    if args.onnx or args.int8:
+        print("writing model.onnx and comparing its outputs, which can take a minute", flush=True)
     for line in export(args.checkpoint, args.out, args.data, args.tokenizer, args.onnx, args.int8):
         print(line)

@@ -44,7 +44,7 @@ def install(run_worker: Callable) -> None:
     _wrap(fairseq.dataclass.utils, "merge_with_parent", _merge_with_parent)
 
     # fairseq_cli/train.py:574: fairseq-train ends in a traceback for what a user can fix. Its exceptions end up here.
-    # tests/models/test_lln_roberta.py::test_fairseq_train_reports_bad_input_in_one_line
+    # tests/training/test_bad_input.py::test_fp16_and_bf16_exclude_each_other
     _wrap(sys, "excepthook", _excepthook)
 
     # fairseq/distributed/utils.py:368: two runs write into one directory, and loader threads abort the process.

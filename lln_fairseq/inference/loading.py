@@ -100,8 +100,8 @@ def set_positions(config: Any, positions: int, checkpoint: str) -> None:
 
     Raises UserError if the model has no rotary positions.
     """
-    if positions < 1:
-        raise UserError(f"positions must be at least 1, got {positions}")
+    if not isinstance(positions, int) or positions < 1:
+        raise UserError(f"positions must be a whole number of at least 1, got {positions!r}")
     if not getattr(config.model, "rotary", False):
         raise UserError(
             f"{checkpoint} has no rotary positions and takes only as many tokens as it was trained with: leave out "

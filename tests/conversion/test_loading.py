@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from packaging.version import Version
 from torch.export import Dim
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
@@ -91,8 +92,7 @@ def test_encoder_is_loaded_completely(attention, encoders, monkeypatch, capfd):
 
 @pytest.mark.parametrize("attention", ["softmax", "lln_diag"])
 def test_sentence_transformers_gives_same_vectors(attention, encoders, capfd):
-    import sentence_transformers  # slow
-
+    sentence_transformers = pytest.importorskip("sentence_transformers")
     converted, exported = encoders(attention)
     capfd.readouterr()
     model = sentence_transformers.SentenceTransformer(str(exported), trust_remote_code=True, device="cpu")
@@ -172,11 +172,12 @@ def assert_same_outputs(traced, model):
 
 
 NAMED = {0: Dim("batch", max=64), 1: Dim("length", max=40)}
+AUTOMATIC = {0: Dim.AUTO, 1: Dim.AUTO}
+if Version(torch.__version__) < Version("2.13"):  # cannot prove min(16 N, 32 N) = 16 N
+    NAMED = AUTOMATIC
 
 
-@pytest.mark.parametrize(
-    ("attention", "dimensions"), [("lln_diag", NAMED), ("window", {0: Dim.AUTO, 1: Dim.AUTO})], ids=["named", "auto"]
-)
+@pytest.mark.parametrize(("attention", "dimensions"), [("lln_diag", NAMED), ("window", AUTOMATIC)])
 def test_program_of_torch_export_takes_every_length(attention, dimensions, encoders):
     model = AutoModel.from_pretrained(encoders(attention)[1], trust_remote_code=True).eval()
     model.encoder.layer = model.encoder.layer[:1]

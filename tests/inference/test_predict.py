@@ -330,6 +330,8 @@ def test_programs_take_positions_of_a_rotary_classifier(runs, glue, tmp_path, ca
     assert main(["evaluate", str(path), str(glue / "SST-2"), "--positions", "72"]) == 0
     _, task = load_finetuned_model(str(path), str(glue / "SST-2"), positions=72)
     assert task.max_positions() == 72
+    with pytest.raises(UserError, match="positions must be a whole number of at least 1, got '72'"):
+        load(path, positions="72")
 
 
 def test_training_mode_does_not_change_outputs(runs):
@@ -346,7 +348,7 @@ def test_training_mode_does_not_change_outputs(runs):
     assert model.model.training
 
 
-@pytest.mark.parametrize(("positions", "message"), [(200, "has no rotary positions"), (0, "must be at least 1, got 0")])
+@pytest.mark.parametrize(("positions", "message"), [(200, "has no rotary positions"), (0, "at least 1, got 0")])
 def test_positions_that_cannot_be_had_are_rejected(positions, message, runs):
     with pytest.raises(UserError, match=message):
         load(runs["lm"], positions=positions)

@@ -120,10 +120,10 @@ def test_resume_compares_softmax_layers_with_checkpoints_of_older_versions(train
         if stored == "no such option":
             del state["cfg"]["model"]["softmax_layers"]
         torch.save(state, path)
-        with pytest.raises(UserError, match=r"model\.softmax_layers = None in the checkpoint, now 1"):
+        with pytest.raises(UserError, match=r"model\.softmax_layers\) = None in the checkpoint, now 1"):
             train_until(update, "--softmax-layers", "1")
         train_until(update)
-    with pytest.raises(UserError, match=r"model\.softmax_layers = None in the checkpoint, now 1"):
+    with pytest.raises(UserError, match=r"model\.softmax_layers\) = None in the checkpoint, now 1"):
         train_until(4, "--softmax-layers", "1")
 
 
@@ -136,7 +136,7 @@ def test_runs_are_the_same_if_their_numbers_are(trained, tmp_path, monkeypatch):
     path = tmp_path / "run/checkpoint_last.pt"
     assert torch.load(path)["cfg"]["model"]["softmax_layers"] == "1"
     train_until(2, "1")
-    with pytest.raises(UserError, match=r"model\.softmax_layers = 1 in the checkpoint, now 2"):
+    with pytest.raises(UserError, match=r"model\.softmax_layers\) = 1 in the checkpoint, now 2"):
         train_until(3, "every:3")
 
     state = torch.load(path)
