@@ -132,3 +132,17 @@ def test_ways_that_do_not_work_are_not_chosen(monkeypatch):
     times = time_ways(SHAPE)
     assert times["wrong"] == times["failing"] == [math.inf, math.inf]
     assert max(times["torch"]) < math.inf
+
+
+def test_products_are_timed_with_several_copies_of_the_weight(monkeypatch):
+    """A weight that is multiplied again at once is still in the cache, unlike those of a model."""
+    weights = []
+
+    class RecordedWay(TorchWay):
+        def __call__(self, x, gelu=False):
+            weights.append(self.weight.data_ptr())
+            return super().__call__(x, gelu)
+
+    monkeypatch.setattr(choice, "WAYS", {"torch": RecordedWay})
+    choice.time_ways((8, 4))
+    assert len(set(weights[-choice.MOST_COPIES :])) == choice.MOST_COPIES

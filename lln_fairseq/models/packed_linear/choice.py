@@ -35,7 +35,8 @@ PRECISIONS = (*ERRORS, AUTO)
 ROWS = (16, 128)  # tokens of the products that are timed: a short text, and a long text or a batch
 REPEATS = 5
 SLOWEST = 4.0  # a way that takes this many times as long as the fastest for ROWS[0] is not timed further
-FLUSHED_NUMBERS = 1 << 24  # float32: 64 MB, more than most caches. A model's weights are seldom in the cache either
+MOST_COPIES = 16  # of a weight. They are multiplied in turn, as the layers of a model: its weights leave the cache
+COPIED_NUMBERS = 1 << 24  # in all copies of a large weight: 64 MB of float32
 TOLERANCE = 0.05  # relative error of a product; a way with a larger one does not work on this processor
 INSTRUCTION_LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")
 MARGIN = 1.03  # a precision may be this much slower than float32 for ROWS[0]
@@ -154,7 +155,7 @@ def _times_file() -> Path | None:
         return None
     limits = [os.environ.get(name) for name in INSTRUCTION_LIMITS]
     settings = (cpu_description(), torch.__version__, torch.get_num_threads(), torch.backends.mkldnn.enabled, limits)
-    digest = hashlib.sha256(repr((settings, ROWS, FLUSHED_NUMBERS, list(WAYS))).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(repr((settings, ROWS, MOST_COPIES, list(WAYS))).encode()).hexdigest()[:16]
     return folder / f"linear-{digest}.json"
 
 
@@ -187,29 +188,28 @@ def _write_times(file: Path | None, times: dict[str, dict[str, list[float]]]) ->
 def time_ways(shape: Shape) -> dict[str, list[float]]:
     """Time a product in every way, interleaved, and return the shortest times in seconds for each number in ROWS.
 
-    Before each product, other numbers replace the weights in the cache. A way that fails, or whose results are wrong,
-    has infinite times. A way that is much too slow for ROWS[0], see SLOWEST, has an infinite time for ROWS[1].
+    They are the means over several copies of the weight. A way that fails, or whose results are wrong, has infinite
+    times. A way that is much too slow for ROWS[0], see SLOWEST, has an infinite time for ROWS[1].
     """
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(shape, generator=generator)
     bias = torch.randn(shape[0], generator=generator)
-    other_numbers = torch.zeros(FLUSHED_NUMBERS)
+    copies = min(MOST_COPIES, max(2, COPIED_NUMBERS // weight.numel()))
     times = {name: [math.inf] * len(ROWS) for name in WAYS}
     remaining = {}
     for name, way_class in WAYS.items():
-        way = working_way(way_class, weight, bias)
-        if way is not None:
-            remaining[name] = way
+        if working_way(way_class, weight, bias) is not None:
+            remaining[name] = [way_class(weight.clone(), bias) for _ in range(copies)]
     for index, rows in enumerate(ROWS):
         x = torch.randn(rows, shape[1], generator=generator)
         for _ in range(REPEATS):
-            for name, way in list(remaining.items()):
-                other_numbers.sum()
+            for name, ways in remaining.items():
                 start = time.perf_counter()
-                way(x)
-                times[name][index] = min(times[name][index], time.perf_counter() - start)
-        fastest = min(times[name][index] for name in remaining)
-        remaining = {name: way for name, way in remaining.items() if times[name][index] <= SLOWEST * fastest}
+                for way in ways:
+                    way(x)
+                times[name][index] = min(times[name][index], (time.perf_counter() - start) / copies)
+            fastest = min(times[name][index] for name in remaining)
+            remaining = {name: ways for name, ways in remaining.items() if times[name][index] <= SLOWEST * fastest}
     return times
 
 
