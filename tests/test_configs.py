@@ -71,7 +71,7 @@ def test_model_file_lists_options_with_defaults():
 
 
 GLUE_TASK_OF_FILE = {name.lower().replace("-", ""): name for name in GLUE_TASKS}  # sst2: SST-2
-WORKERS_OF_RUN = {"cpu": 1, "gpu1": 1, "gpu1_bf16": 1, "gpu8": 8, "gpu8_bf16": 8, "slurm": 16}
+WORKERS_OF_RUN = {"cpu": 1, "gpu1": 1, "gpu1_bf16": 1, "gpu8": 8, "gpu8_bf16": 8, "slurm": 16, "cpu_workers": 2}
 OTHER_RUNS = [f"run={run}" for run in WORKERS_OF_RUN if run != "gpu1"]  # they are compared with gpu1
 
 
@@ -91,7 +91,9 @@ def composed():
         add_defaults(config)
         return OmegaConf.create(OmegaConf.to_container(config, resolve=True, enum_to_str=True))
 
-    with initialize_config_dir(str(CONFIGS), version_base="1.1"):
+    with initialize_config_dir(str(CONFIGS), version_base="1.1"), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("WORLD_SIZE", "2")  # set by torchrun, and read by run=cpu_workers
+        monkeypatch.setenv("RANK", "0")
         yield lambda *args: copy.deepcopy(compose_once(*args))
     HydraConfig.instance().cfg = None  # later tests in this process are not run by Hydra
 

@@ -19,6 +19,7 @@ from scripts.train_tasks import compose_config
 from tests.documentation import PAGES, ROOT, code_blocks, text_without_code
 
 COMMAND = re.compile(r"lln-fairseq |python -m (lln_fairseq|scripts|data_prep)\b|fairseq-|scripts/")
+LAUNCHER = re.compile(r"^(torchrun .* -m lln_fairseq|srun .*lln-fairseq) ")  # of several processes of a program
 SHELL_OPERATORS = {"<", ">", "|", "&&"}
 MORE_ARGUMENTS = "..."
 # The line of a shell script that starts a Python program of this project.
@@ -32,6 +33,7 @@ def documented_commands():
     for page in PAGES:
         for block in code_blocks(page, "bash"):
             for line in block.replace("\\\n", "").splitlines():
+                line = LAUNCHER.sub("lln-fairseq ", line)
                 if COMMAND.match(line):
                     yield page, command_words(line)
 

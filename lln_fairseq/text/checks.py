@@ -2,7 +2,8 @@
 
 Without these checks, a truncated .bin file makes fairseq fail in the middle of a run. So does an id that the embedding
 does not have, on a GPU with a device-side assert. If dict.txt lost its last line, fairseq does not fail at all, and
-<mask> gets the id of a word. The checks read the ids once, in chunks, which takes 0.1 s for 500 MB.
+<mask> gets the id of a word. The checks read the ids once, in chunks, which takes 0.1 s for 500 MB. Of several workers,
+each reads a share of the ids.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,6 +12,7 @@ from math import isfinite
 from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 
 from lln_fairseq.errors import UserError
 from lln_fairseq.text.binary_format import Samples, iterate_chunks, read_dataset
@@ -89,6 +91,9 @@ def require_same_symbols(first: Path, *remaining: Path) -> None:
 def check_lines(prefix: str, dictionary: Path, combine: bool = False) -> int:
     """Check the ids of a binarized data set of text, and return the number of its samples.
 
+    Of several workers, each checks a part of the ids, so all of them must call this. A worker that finds a wrong id
+    ends, and that ends the others.
+
     Args:
         prefix: the path of the data set without .bin and .idx.
         dictionary: the dict.txt to which the ids must belong.
@@ -101,13 +106,22 @@ def check_lines(prefix: str, dictionary: Path, combine: bool = False) -> int:
     rows = 0
     for name, samples in _read_datasets(prefix, combine):
         rows += len(samples.lengths)
-        for ids in iterate_chunks(samples.ids):
+        for ids in iterate_chunks(own_share(samples.ids)):
             if ids.max() >= size or ids.min() < 0:
                 raise UserError(
                     f"{name}.bin holds the id {ids.max()}, but {dictionary} has {size} symbols: one of them is "
                     f"damaged or belongs to other data; {_ADVICE}"
                 )
     return rows
+
+
+def own_share(array: np.ndarray) -> np.ndarray:
+    """Return the part of an array that belongs to this worker; the parts of all workers are the array."""
+    if not dist.is_initialized():
+        return array
+    rank = dist.get_rank()
+    workers = dist.get_world_size()
+    return array[rank * len(array) // workers : (rank + 1) * len(array) // workers]
 
 
 def check_labels(prefix: str, classes: int, rows: int, combine: bool = False) -> int:

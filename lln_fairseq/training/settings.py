@@ -66,6 +66,7 @@ HIGHER_IS_BETTER = (
 CLASSIFICATION_METRICS = ["loss", "accuracy", "mcc", "f1"]
 REGRESSION_METRICS = ["loss", "pearson", "spearman", "pearson_spearman"]
 TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")  # fairseq recognizes torchrun by these variables
+SRUN_TASKS = "SLURM_STEP_NUM_TASKS"  # srun sets it; a batch script that runs a program without srun does not have it
 
 
 def check_known_options(cfg: Any) -> None:
@@ -252,14 +253,21 @@ def check_options_of_other_mechanisms(cfg: Any) -> None:
 
 
 def check_workers(cfg: Any) -> None:
-    """Raise UserError for workers of torchrun that would each train on their own, as fairseq was not told of them."""
+    """Raise UserError for workers of torchrun or srun that would each train on their own.
+
+    With a world size of 1, fairseq does not read the variables of torchrun and Slurm.
+    """
     distributed = cfg.distributed_training
-    if distributed.distributed_init_method or "SLURM_JOB_ID" in os.environ:
+    if distributed.distributed_init_method or distributed.distributed_world_size > 1:
         return
-    started = os.environ.get("WORLD_SIZE", "1")
-    if all(name in os.environ for name in TORCHRUN) and distributed.distributed_world_size == 1 < int(started):
+    launcher = "srun"
+    started = os.environ.get(SRUN_TASKS, "1")
+    if all(name in os.environ for name in TORCHRUN):
+        launcher = "torchrun"
+        started = os.environ["WORLD_SIZE"]
+    if int(started) > 1:
         raise UserError(
-            f"torchrun started {started} workers, but each would train independently: set --distributed-world-size "
+            f"{launcher} started {started} workers, but each would train independently: set --distributed-world-size "
             f"(distributed_training.distributed_world_size) to {started}"
         )
 

@@ -76,6 +76,8 @@ def start_run(run_in_worker: Callable, original: Callable, cfg: Any, main: Calla
         settings.complete_schedule(cfg)
     if cfg.common.bf16 and cfg.common.tpu and importlib.util.find_spec("torch_xla") is None:
         cfg.common.tpu = False
+        cfg.distributed_training.tpu = False  # with --bf16, fairseq-train would start a single worker
+    worker.find_workers(cfg)
     try:
         with worker.lock_save_dir(cfg):
             return original(cfg, functools.partial(run_in_worker, main), *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What a worker needs before and after fairseq's `main`, and the lock of the run's directory."""
+"""What a worker needs before and after fairseq's `main`: its rank, and the lock of the run's directory."""
 
 import atexit
 import queue
@@ -15,7 +15,7 @@ from fairseq.data.iterators import BackgroundConsumer
 from fairseq.distributed import utils as distributed_utils
 
 from lln_fairseq.checkpoints.saving import lock_directory
-from lln_fairseq.errors import TrainingError, first_line
+from lln_fairseq.errors import TrainingError, UserError, first_line
 
 LONGEST_BATCH = 10  # seconds to wait for a batch; torch notices an interrupted loader process after five
 
@@ -67,15 +67,34 @@ def is_first_worker() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
+def find_workers(cfg: Any) -> None:
+    """Set the rank of this process, the number of workers and the first one's address in `cfg`, from the environment.
+
+    fairseq finds them in the variables of torchrun or Slurm, or counts the GPUs of this machine. UserError is raised if
+    it does not find the workers that the configuration requests.
+    """
+    distributed = cfg.distributed_training
+    workers = distributed.distributed_world_size
+    try:
+        distributed_utils.infer_init_method(distributed)
+    except AssertionError as error:
+        raise UserError(
+            f"cannot start {workers} workers: {error}. A Slurm job needs one task per node (--ntasks-per-node=1)"
+        ) from error
+    if workers > 1 and distributed.distributed_init_method is None and not distributed.tpu:
+        raise UserError(
+            f"distributed_training.distributed_port is set, but nothing has started {workers} workers: use srun in a "
+            "Slurm job, or torchrun (docs/training.md), or another run= for one machine"
+        )
+
+
 @contextmanager
 def lock_save_dir(cfg: Any) -> Iterator[None]:
     """Lock the save_dir of a run during the `with` block: two runs would overwrite each other's checkpoints.
 
     The directory is created if it is missing. If there are several workers, the first one locks it for all of them.
-    Nothing is created or locked with --no-save, or in a program that does not train. The rank in `cfg` is set in place
-    from the environment.
+    Nothing is created or locked with --no-save, or in a program that does not train.
     """
-    distributed_utils.infer_init_method(cfg.distributed_training)  # sets distributed_rank; call_main repeats it
     is_training = cfg.model is not None
     if not is_training or cfg.checkpoint.no_save or cfg.distributed_training.distributed_rank != 0:
         yield

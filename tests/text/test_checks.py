@@ -5,10 +5,11 @@ import struct
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from lln_fairseq.errors import UserError
 from lln_fairseq.text import binary_format
-from lln_fairseq.text.checks import require_binarized
+from lln_fairseq.text.checks import check_lines, require_binarized
 from tests.fairseq_runs import binarize, make_classification, make_corpus, make_dictionary
 from tests.tasks.test_tasks import make_task
 
@@ -259,3 +260,24 @@ def test_missing_dictionary_has_advice(directory, message, tmp_path):
         require_binarized(tmp_path / directory, "dict.txt")
 
     assert str(error.value) == message.format(tmp_path / directory)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 7])
+def test_every_id_is_checked_by_one_worker(workers, corpus, monkeypatch):
+    """A wrong id ends exactly one worker, wherever it is."""
+    prefix = str(corpus / "valid")
+    ids = np.memmap(f"{prefix}.bin", np.uint16, "r+")
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: workers)
+    for position in (0, len(ids) // 2, len(ids) - 1):
+        right = ids[position]
+        ids[position] = 60000
+        ends = []
+        for rank in range(workers):
+            monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+            try:
+                assert check_lines(prefix, corpus / "dict.txt") == ROWS
+            except UserError:
+                ends.append(rank)
+        assert len(ends) == 1
+        ids[position] = right

@@ -117,6 +117,19 @@ def test_workers_of_torchrun_that_fairseq_does_not_know_are_rejected(workers, mo
         check_workers(cfg)
 
 
+@pytest.mark.parametrize(("variable", "is_rejected"), [("SLURM_STEP_NUM_TASKS", True), ("SLURM_NTASKS", False)])
+def test_tasks_of_srun_that_fairseq_does_not_know_are_rejected(variable, is_rejected, monkeypatch):
+    """Nodes with one GPU each: fairseq's default, the GPUs of a node, is one worker."""
+    monkeypatch.setenv(variable, "4")
+    distributed = SimpleNamespace(distributed_world_size=1, distributed_init_method=None)
+    cfg = SimpleNamespace(distributed_training=distributed)
+    if is_rejected:
+        with pytest.raises(UserError, match=r"srun started 4 workers, but each would train .*: set .* to 4"):
+            check_workers(cfg)
+    else:  # a batch script that runs a program without srun
+        check_workers(cfg)
+
+
 def test_removed_save_dir_is_named(corpus, tmp_path, monkeypatch):
     save = torch.save
 

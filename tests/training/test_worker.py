@@ -1,4 +1,4 @@
-"""A worker locks its directory before fairseq's main runs, and a spawned worker ends with its parent."""
+"""A worker finds its rank and locks its directory before fairseq's main, and a spawned worker ends with its parent."""
 
 import errno
 import fcntl
@@ -10,13 +10,14 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from lln_fairseq import command
 from lln_fairseq.checkpoints.saving import LOCK
 from lln_fairseq.errors import UserError
 from lln_fairseq.training import start
-from lln_fairseq.training.worker import lock_save_dir
+from lln_fairseq.training.worker import find_workers, lock_save_dir
 from tests.fairseq_runs import train
 from tests.training.conftest import RUN_OPTIONS
 
@@ -62,6 +63,93 @@ def configuration(save_dir, rank=0, no_save=False, model="lln_roberta_tiny"):
             "distributed_training": {"distributed_init_method": "env://", "distributed_rank": rank},
         }
     )
+
+
+def slurm_node(folder, monkeypatch, node, **variables):
+    """Set Slurm's variables of a node of two with eight GPUs, and put a stub of scontrol into the PATH."""
+    scontrol = folder / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho first\necho second\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    values = {"SLURM_NODEID": node, "SLURM_NNODES": 2, "SLURM_NTASKS": 2, "SLURM_STEP_NODELIST": "[first,second]"}
+    for name, value in (values | variables).items():
+        monkeypatch.setenv(name, str(value))
+
+
+def distributed(**options):
+    """Return a configuration with these options of distributed training, and fairseq's defaults for the others."""
+    defaults = {
+        "device_id": 0,
+        "distributed_init_method": None,
+        "distributed_no_spawn": False,
+        "distributed_num_procs": 1,
+        "distributed_port": -1,
+        "distributed_rank": 0,
+        "pipeline_model_parallel": False,
+        "tpu": False,
+    }
+    return OmegaConf.create({"distributed_training": defaults | options})
+
+
+SLURM = {"distributed_port": 29500, "distributed_world_size": 2}  # as in configs/run/slurm.yaml
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_slurm_starts_a_worker_for_each_gpu_of_every_node(node, tmp_path, monkeypatch):
+    slurm_node(tmp_path, monkeypatch, node)
+    cfg = distributed(**SLURM)
+
+    find_workers(cfg)
+
+    found = cfg.distributed_training
+    assert found.distributed_init_method == "tcp://first:29500"
+    assert found.distributed_world_size == 16
+    assert found.distributed_rank == 8 * node  # of the first worker on this node
+    assert found.distributed_num_procs == 8
+
+
+def test_torchrun_replaces_the_number_of_workers_of_a_recipe(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    for name, value in {"MASTER_ADDR": "first", "MASTER_PORT": "29500", "WORLD_SIZE": "16", "RANK": "8"}.items():
+        monkeypatch.setenv(name, value)
+    cfg = distributed(distributed_world_size=8)  # run=gpu8
+
+    find_workers(cfg)
+
+    found = cfg.distributed_training
+    assert (found.distributed_world_size, found.distributed_rank, found.device_id) == (16, 8, 0)
+    assert found.distributed_no_spawn
+
+
+def test_bf16_of_fairseq_train_starts_all_workers(corpus, tmp_path, monkeypatch):
+    """The flag means a TPU for fairseq, which then starts one worker."""
+    started = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.multiprocessing, "spawn", lambda nprocs, **kwargs: started.append(nprocs))
+    (tmp_path / "log").write_text("")
+
+    options = ("--bf16", "--distributed-world-size", 4)
+    train(monkeypatch, tmp_path / "log", corpus, tmp_path / "run", *RUN_OPTIONS, *options)
+
+    assert started == [4]
+
+
+def test_slurm_job_with_a_task_for_each_gpu_is_rejected(tmp_path, monkeypatch):
+    slurm_node(tmp_path, monkeypatch, 0, SLURM_NTASKS=16)
+    with pytest.raises(UserError, match=r"cannot start 2 workers: 8, 2, 2. .* one task per node"):
+        find_workers(distributed(**SLURM))
+
+
+def test_slurm_recipe_outside_of_slurm_is_rejected():
+    with pytest.raises(UserError, match=r"nothing has started 2 workers: use srun"):
+        find_workers(distributed(**SLURM))
+
+
+def test_more_workers_than_gpus_are_rejected(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match=r"cannot start 8 workers: world size is 8 but have 1 available devices"):
+        find_workers(distributed(distributed_world_size=8))
 
 
 @pytest.fixture
