@@ -28,6 +28,8 @@ from lln_fairseq.terminal import print_status
 from lln_fairseq.text.binary_format import binarize
 from lln_fairseq.text.parallel_encoder import ParallelEncoder
 from lln_fairseq.text.read_lines import read_lines
+from lln_fairseq.text.rows import TextRows
+from lln_fairseq.text.table_files import split_cells
 from lln_fairseq.text.vocabulary import DICTIONARY, Vocabulary
 
 from . import manifest
@@ -35,7 +37,7 @@ from .archives import FileTree
 from .command import add_build_options, add_tokenizer_option, run_command
 from .directories import directory_files, write_labels
 from .download import fetch_tree, load_tokenizer
-from .glue_rows import GlueRows, read_glue_rows, split_cells
+from .glue_rows import read_glue_rows
 from .glue_tasks import GLUE_TASKS, GlueTask
 
 FORMAT = 1  # increase it when the same settings give another result, so that old directories are rejected
@@ -82,7 +84,7 @@ class GlueSource:
         """Return the SHA-256 of the archive, or of each file of the task if the source is a directory, by file name."""
         return self.tree.checksums(list(self.members.values()))
 
-    def read_rows(self, split: str) -> GlueRows:
+    def read_rows(self, split: str) -> TextRows:
         """Read the rows of a split, which must be one of `splits`. Raises UserError if the file is malformed."""
         keep = None
         file_split = split
@@ -168,7 +170,7 @@ def build_glue_task(
         "tokenizer": vocabulary.identity,
     }
 
-    def read() -> dict[str, GlueRows]:
+    def read() -> dict[str, TextRows]:
         glue_source = given_source
         if glue_source is None:
             tree, _ = fetch_tree(task.published, None)
@@ -176,7 +178,7 @@ def build_glue_task(
         print_status(f"{task.name}: reading {glue_source.tree.where}")
         return {split: glue_source.read_rows(split) for split in splits}
 
-    def write(rows: dict[str, GlueRows]) -> dict[str, Any]:
+    def write(rows: dict[str, TextRows]) -> dict[str, Any]:
         datasets = write_glue_task(out, task, rows, encoder or ParallelEncoder(vocabulary, 1))
         sources = []
         for name, sha256 in checksums.items():
@@ -188,7 +190,7 @@ def build_glue_task(
 
 
 def describe_result(
-    task: GlueTask, vocabulary: Vocabulary, rows: dict[str, GlueRows], datasets: dict[str, dict[str, Any]]
+    task: GlueTask, vocabulary: Vocabulary, rows: dict[str, TextRows], datasets: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
     """Return the entries of a manifest that describe the tokenizer, the rows of a task and its data sets.
 
@@ -202,7 +204,7 @@ def describe_result(
     }
 
 
-def count_glue_rows(task: GlueTask, rows: GlueRows) -> dict[str, Any]:
+def count_glue_rows(task: GlueTask, rows: TextRows) -> dict[str, Any]:
     """Return the counts of a split for the manifest.
 
     "rows" is the number of rows, "broken" the number of rows that were left out because they have a wrong number of
@@ -220,7 +222,7 @@ def count_glue_rows(task: GlueTask, rows: GlueRows) -> dict[str, Any]:
 
 
 def write_glue_task(
-    out: Path, task: GlueTask, rows: dict[str, GlueRows], encoder: ParallelEncoder
+    out: Path, task: GlueTask, rows: dict[str, TextRows], encoder: ParallelEncoder
 ) -> dict[str, dict[str, Any]]:
     """Write every result file in OUT/TASK except the manifest.
 

@@ -1,52 +1,15 @@
-"""Read and check the rows of tab-separated files: those of GLUE, and those of a user."""
+"""Read and check the rows of GLUE's tab-separated files."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from lln_fairseq.errors import UserError
+from lln_fairseq.text.rows import TextRows, read_rows
+from lln_fairseq.text.table_files import split_cells
 
 from .glue_tasks import GlueTask
 
 MAX_SCORE = 5.0  # of STS-B; targets are scores divided by it, in [0, 1] as in fairseq's recipe
-
-
-@dataclass
-class GlueRows:
-    """The texts and labels of one split of a GLUE task.
-
-    Attributes:
-        inputs: one list for each input of the task, with the text of every row.
-        labels: the label of every row. For a regression, the score divided by MAX_SCORE, as text. None if the split has
-            no labels.
-        broken: the line numbers of the rows that were left out because they have a wrong number of columns.
-        empty: the number of rows with an empty input. They are kept.
-    """
-
-    inputs: tuple[list[str], ...]
-    labels: list[str] | None
-    broken: list[int] = field(default_factory=list)
-    empty: int = 0
-
-    def __len__(self) -> int:
-        return len(self.inputs[0])
-
-
-def split_cells(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of each line, counted from 1, and the list of its cells, which are separated by tabs.
-
-    Empty lines at the end of the file are left out. Any other empty line has a single empty cell. Quotes are ordinary
-    characters; a CSV reader would join all lines between two stray quotes.
-    """
-    empty_lines: list[int] = []
-    for number, line in enumerate(lines, start=1):
-        if not line:
-            empty_lines.append(number)
-            continue
-        for empty_line in empty_lines:
-            yield empty_line, [""]
-        empty_lines.clear()
-        yield number, line.split("\t")
 
 
 def read_glue_rows(
@@ -55,8 +18,10 @@ def read_glue_rows(
     task: GlueTask,
     split: str,
     keep: Callable[[list[str]], bool] | None = None,
-) -> GlueRows:
+) -> TextRows:
     """Read the rows of one split. Texts and labels are stripped, as in fairseq's recipe.
+
+    The label of a regression is the score divided by MAX_SCORE.
 
     Args:
         lines: the lines of the file, header included, without line breaks.
@@ -86,59 +51,23 @@ def read_glue_rows(
         if column not in header:
             raise UserError(f"{name}, line 1: no column {column!r} among {', '.join(header)[:200]}")
     columns = [header.index(column) for column in column_names]
-    label = None
+    broken: list[int] = []
+
+    def kept_cells() -> Iterator[tuple[str, list[str]]]:
+        for number, cells in numbered_cells:
+            location = f"{name}, line {number}"
+            if len(cells) != len(header):
+                if not (task.skip_broken and has_labels):
+                    raise UserError(f"{location}: expected {len(header)} columns, got {len(cells)}")
+                broken.append(number)
+            elif keep is None or keep(cells):
+                yield location, [cells[column].strip() for column in columns]
+
+    parse_label = None
     if has_labels:
-        label = columns.pop()
-    parse_label = partial(_checked_label, task=task)
-    skip_broken = task.skip_broken and has_labels
-    return read_rows(numbered_cells, name, len(header), columns, label, parse_label, skip_broken, keep)
-
-
-def read_rows(
-    numbered_cells: Iterable[tuple[int, list[str]]],
-    name: str,
-    width: int,
-    inputs: Sequence[int],
-    label: int | None,
-    parse_label: Callable[[str, str], str],
-    skip_broken: bool = False,
-    keep: Callable[[list[str]], bool] | None = None,
-) -> GlueRows:
-    """Read the texts and labels of rows, and strip them.
-
-    Args:
-        numbered_cells: the rows as `split_cells` yields them, without the header.
-        name: the name of the file, for error messages.
-        width: the number of columns.
-        inputs: the columns of the texts, from 0.
-        label: the column of the label; None if the rows have no labels.
-        parse_label: returns the label to keep for the label of a row. The second argument is the file and the line, for
-            error messages.
-        skip_broken: leave out rows with a wrong number of columns, and record their lines. Otherwise such a row raises
-            UserError.
-        keep: as for `read_glue_rows`.
-    """
-    texts: list[list[str]] = [[] for _ in inputs]
-    rows = GlueRows(tuple(texts), labels=None)
-    if label is not None:
-        rows.labels = []
-    for number, cells in numbered_cells:
-        if len(cells) != width:
-            if not skip_broken:
-                raise UserError(f"{name}, line {number}: expected {width} columns, got {len(cells)}")
-            rows.broken.append(number)
-            continue
-        if keep is not None and not keep(cells):
-            continue
-        if label is not None and rows.labels is not None:
-            rows.labels.append(parse_label(cells[label].strip(), f"{name}, line {number}"))
-        values = [cells[column].strip() for column in inputs]
-        for column_texts, text in zip(texts, values, strict=True):
-            column_texts.append(text)
-        if not all(values):
-            rows.empty += 1
-    if not len(rows):
-        raise UserError(f"{name} has no rows")
+        parse_label = partial(_checked_label, task=task)
+    rows = read_rows(kept_cells(), name, len(task.inputs), parse_label)
+    rows.broken = broken
     return rows
 
 

@@ -23,13 +23,13 @@ from pathlib import Path
 
 from data_prep.download import fetch_tree
 from data_prep.glue import GlueSource
-from data_prep.glue_rows import GlueRows
 from data_prep.glue_tasks import GLUE_TASKS
-from data_prep.tsv import QUOTED
 from lln_fairseq.command import run_main
 from lln_fairseq.errors import UserError
 from lln_fairseq.files import write_bytes
 from lln_fairseq.terminal import program_parser
+from lln_fairseq.text.rows import TextRows
+from lln_fairseq.text.table_files import QUOTED
 from scripts.train_tasks import format_override, run_override, train_words
 
 HIDDEN = {"QNLI": (1,), "QQP": (0, 1)}  # the indices of the texts that are hidden
@@ -71,7 +71,7 @@ TASKS = {
 }
 
 
-def select_rows(source: GlueSource, task: Task) -> dict[str, GlueRows]:
+def select_rows(source: GlueSource, task: Task) -> dict[str, TextRows]:
     """Return the rows of train, valid and test, with their texts hidden and always in the same way."""
     labeled = unquote(source.read_rows("train"))
     count = len(labeled)
@@ -88,7 +88,7 @@ def select_rows(source: GlueSource, task: Task) -> dict[str, GlueRows]:
     return rows
 
 
-def unquote(rows: GlueRows) -> GlueRows:
+def unquote(rows: TextRows) -> TextRows:
     """Return the rows without the CSV quotes around some of QQP's questions, which data_prep.tsv refuses."""
     inputs: tuple[list[str], ...] = tuple([] for _ in rows.inputs)
     for texts, unquoted in zip(rows.inputs, inputs, strict=True):
@@ -96,14 +96,14 @@ def unquote(rows: GlueRows) -> GlueRows:
             if QUOTED.fullmatch(text) and '""' in text:
                 text = text[1:-1].replace('""', '"')
             unquoted.append(text)
-    return GlueRows(inputs, rows.labels)
+    return TextRows(inputs, rows.labels)
 
 
-def part_of(rows: GlueRows, part: slice) -> GlueRows:
-    return GlueRows(tuple(texts[part] for texts in rows.inputs), (rows.labels or [])[part])
+def part_of(rows: TextRows, part: slice) -> TextRows:
+    return TextRows(tuple(texts[part] for texts in rows.inputs), (rows.labels or [])[part])
 
 
-def add_distractors(rows: GlueRows, sentences: int, seed: int, hidden: Sequence[int]) -> GlueRows:
+def add_distractors(rows: TextRows, sentences: int, seed: int, hidden: Sequence[int]) -> TextRows:
     """Return a copy of rows of two texts, in which one or both texts are hidden among texts of other rows.
 
     A hidden text becomes `sentences` different texts, itself among them, in random order, joined by spaces. The others
@@ -132,10 +132,10 @@ def add_distractors(rows: GlueRows, sentences: int, seed: int, hidden: Sequence[
                     chosen.append(originals[candidate])
             generator.shuffle(chosen)
             texts[position][row] = " ".join(chosen)
-    return GlueRows(tuple(texts), rows.labels)
+    return TextRows(tuple(texts), rows.labels)
 
 
-def write_rows(path: Path, columns: Sequence[str], rows: GlueRows) -> None:
+def write_rows(path: Path, columns: Sequence[str], rows: TextRows) -> None:
     lines = ["\t".join(columns)]
     lines += ["\t".join(cells) for cells in zip(*rows.inputs, rows.labels or [], strict=True)]
     write_bytes(path, ("\n".join(lines) + "\n").encode())

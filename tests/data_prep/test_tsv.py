@@ -97,7 +97,7 @@ def test_pairs_have_two_inputs_and_test_may_lack_labels(tmp_path, build, write, 
     code, stdout, _ = build("--train", train, "--valid", train, "--test", test, "--text", "a", "b")
 
     assert code == 0
-    assert "test.tsv: no column 'label' among id, a, b: test has no labels\n" in stdout
+    assert "test.tsv: no column 'label' among id, a, b: these rows have no labels\n" in stdout
     assert load_samples(tmp_path / "out", gpt2, "train", 2, inputs=2) == [
         ("second", "first", 0),
         ("fourth", "third", 1),

@@ -5,7 +5,8 @@ import shlex
 import pytest
 
 from data_prep import tsv
-from data_prep.glue_rows import GlueRows
+from lln_fairseq.text.row_labels import ClassLabels
+from lln_fairseq.text.rows import Columns, TextRows
 from scripts import long_pairs
 from scripts.long_pairs import Task
 from scripts.train_tasks import compose_config
@@ -42,8 +43,8 @@ def run(tmp_path, monkeypatch):
 def read_tsv(directory):
     """Return the rows (question, text, label) of every split as data_prep.tsv reads them."""
     files = {split: directory / f"{split}.tsv" for split in ("train", "valid", "test")}
-    columns = tsv.Columns(("question", "sentence"), "label", has_header=True)
-    splits = tsv.read_splits(files, columns, tsv.ClassLabels(None, {}))
+    columns = Columns(("question", "sentence"), "label")
+    splits = tsv.read_splits(files, columns, ClassLabels([], "", {}))
     return {split: list(zip(*rows.inputs, rows.labels, strict=True)) for split, rows in splits.items()}
 
 
@@ -92,7 +93,7 @@ def test_commands_train_each_teacher_from_the_one_before(run, tmp_path, capsys, 
 def test_both_texts_of_qqp_are_hidden_among_different_rows():
     firsts = [f"first {i}?" for i in range(30)]
     seconds = [f"second {i}?" for i in range(30)]
-    rows = GlueRows((firsts, seconds), [str(i % 2) for i in range(30)])
+    rows = TextRows((firsts, seconds), [str(i % 2) for i in range(30)])
 
     hidden = long_pairs.add_distractors(rows, 4, seed=3, hidden=long_pairs.HIDDEN["QQP"])
 
@@ -106,7 +107,7 @@ def test_both_texts_of_qqp_are_hidden_among_different_rows():
 def test_only_texts_quoted_as_in_csv_lose_their_quotes():
     texts = ['"What does ""otoke"" mean?"', '"a quotation"', 'say "so"']
 
-    assert long_pairs.unquote(GlueRows((texts,), ["0"] * 3)).inputs == (
+    assert long_pairs.unquote(TextRows((texts,), ["0"] * 3)).inputs == (
         ['What does "otoke" mean?', '"a quotation"', 'say "so"'],
     )
 
