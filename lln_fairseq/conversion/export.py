@@ -6,7 +6,7 @@ A pre-trained model becomes a masked language model, a fine-tuned model a sequen
 without a language-model head an encoder for `SentenceTransformer(OUT)`. With softmax attention the result is a stock
 RoBERTa. The attentions lln, lln_diag, block_diag and window, rotary positions, layer norms before the blocks and
 DistilBERT's classification head come with their own code, which you load with `AutoModel.from_pretrained(OUT,
-trust_remote_code=True)`. --onnx adds model.onnx, and --int8 also model_quantized.onnx with 8-bit weights.
+trust_remote_code=True)`. --onnx adds onnx/model.onnx, and --int8 also onnx/model_quantized.onnx with 8-bit weights.
 """
 
 import argparse
@@ -79,8 +79,8 @@ def export(
             run's tokenizer directory.
         tokenizer: the directory of the tokenizer; None looks for it near the checkpoint and the data, and exports
             no tokenizer if there is none.
-        onnx: also write model.onnx.
-        int8: also write model.onnx and model_quantized.onnx.
+        onnx: also write onnx/model.onnx.
+        int8: also write onnx/model.onnx and onnx/model_quantized.onnx.
 
     Returns:
         Lines for the user: a hint if there is no tokenizer, the name of the exported class, with an encoder's pooling,
@@ -150,7 +150,7 @@ def export(
     if pooling is not None:
         lines[-1] += f", sentence vectors (pooling: {pooling})"
     if onnx or int8:
-        lines.append("in ONNX: " + ", ".join(str(path) for path in sorted(out.glob("*.onnx"))))
+        lines.append("in ONNX: " + ", ".join(str(path) for path in sorted(out.glob("onnx/*.onnx"))))
     return lines
 
 
@@ -272,8 +272,8 @@ def main(argv: list[str]) -> None:
         type=Path,
         help="the tokenizer's directory (default: near the checkpoint or the data)",
     )
-    parser.add_argument("--onnx", action="store_true", help="also write model.onnx, checked with onnxruntime")
-    parser.add_argument("--int8", action="store_true", help="also write model.onnx and model_quantized.onnx")
+    parser.add_argument("--onnx", action="store_true", help="also write onnx/model.onnx, checked with onnxruntime")
+    parser.add_argument("--int8", action="store_true", help="also write it, and onnx/model_quantized.onnx")
     args = parser.parse_args(argv)
     if args.onnx or args.int8:
         print("writing model.onnx and comparing its outputs, which can take a minute", flush=True)

@@ -42,7 +42,7 @@ def model_card(
         has_tokenizer: whether the model is exported with a tokenizer.
         tokenizer_notes: lines about texts that get other ids from the exported tokenizer than from the original one.
         pooling: the pooling of an encoder of sentence vectors.
-        has_onnx: whether the model is also exported as model.onnx.
+        has_onnx: whether the model is also exported as onnx/model.onnx.
     """
     if pooling is None:
         library = "transformers"
@@ -64,7 +64,7 @@ def model_card(
     lines.append(f" - longest sequence: {longest} tokens")
     if has_onnx:
         lines.append(
-            " - model.onnx: for batches of at least one sequence, each of 1 to "
+            " - onnx/model.onnx: for batches of at least one sequence, each of 1 to "
             f"{longest_exported_sequence(config)} tokens with its padding"
         )
     has_blocks = config.get("attention") in ("lln_diag", "block_diag", "window")

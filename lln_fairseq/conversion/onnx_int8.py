@@ -1,4 +1,4 @@
-"""Write model_quantized.onnx, with 8-bit weights, next to model.onnx.
+"""Write onnx/model_quantized.onnx, with 8-bit weights, next to model.onnx.
 
 Only products with weight matrices are quantized. Weights are quantized ahead of time, with one scale per output
 feature, and activations at run time. Everything else stays in float32: embeddings, attention, layer norms, the
@@ -18,11 +18,11 @@ from lln_fairseq.text.special_symbols import PAD
 
 # The name that optimum gives to its quantized models, and that Transformers.js loads as dtype "q8". The names of
 # sentence-transformers, such as model_qint8_avx512_vnni.onnx, state an instruction set, and this file runs on all.
-QUANTIZED_FILE = "model_quantized.onnx"
+QUANTIZED_FILE = "onnx/model_quantized.onnx"
 
 
 def write_int8(directory: Path, config: Mapping[str, Any]) -> None:
-    """Add model_quantized.onnx to a directory with model.onnx.
+    """Add onnx/model_quantized.onnx to a directory with onnx/model.onnx.
 
     Args:
         directory: the directory of the exported model.
@@ -35,6 +35,7 @@ def write_int8(directory: Path, config: Mapping[str, Any]) -> None:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     source = directory / to_onnx.FILE
+    target = directory / QUANTIZED_FILE
     graph = onnx.load(source, load_external_data=False).graph
     weights = {weight.name for weight in graph.initializer}
     products = [node.name for node in graph.node if node.op_type == "MatMul" and node.input[1] in weights]
@@ -55,11 +56,11 @@ def write_int8(directory: Path, config: Mapping[str, Any]) -> None:
         )
 
     with silence():
-        write_large(directory / QUANTIZED_FILE, write)
-    session = to_onnx.open_session(directory / QUANTIZED_FILE)
+        write_large(target, write)
+    session = to_onnx.open_session(target)
     for tokens in to_onnx.check_batches(config):
         for name, output in to_onnx.run_session(session, tokens).items():
             if output.dim() == 3:
                 output = output[tokens.ne(PAD)]  # the outputs at padding have no meaning
             if not output.isfinite().all():
-                raise UserError(f"{name} of {QUANTIZED_FILE} is not finite: export without --int8")
+                raise UserError(f"{name} of {target.name} is not finite: export without --int8")

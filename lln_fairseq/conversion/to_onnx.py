@@ -1,4 +1,4 @@
-"""Write model.onnx for an exported model, in standard ONNX operations, for batches of any size.
+"""Write onnx/model.onnx for an exported model, in standard ONNX operations, for batches of any size.
 
     inputs:  input_ids (B, N) int64, attention_mask (B, N) int64, 0 = padding, which must be at the right;
              B is at least 1, and N is between 1 and the longest sequence of the model;
@@ -26,7 +26,7 @@ from lln_fairseq.errors import UserError, first_line
 from lln_fairseq.text.pairs import second_text
 from lln_fairseq.text.special_symbols import BOS, EOS, NUM_SPECIAL, PAD
 
-FILE = "model.onnx"
+FILE = "onnx/model.onnx"  # where sentence-transformers, text-embeddings-inference and Transformers.js look for it
 LOGITS = "logits"
 # The first two outputs of an encoder are those of optimum's export of a sentence-transformers model. The third is the
 # first again, under the name that sentence-transformers needs with backend="onnx".
@@ -95,7 +95,7 @@ def write_onnx(
     reference: Callable[[Tensor], Outputs],
     pooling: Pooling | None = None,
 ) -> None:
-    """Add model.onnx, and model.onnx.data for large weights, to a directory with config.json and model.safetensors.
+    """Add onnx/model.onnx, and model.onnx.data for large weights, to a directory with config.json and its weights.
 
     Args:
         directory: the directory of the exported model.
@@ -107,6 +107,8 @@ def write_onnx(
         UserError: if the model cannot be traced, or onnxruntime fails or its outputs differ. Files that were written
             stay in `directory`, which the caller removes.
     """
+    path = directory / FILE
+    path.parent.mkdir()
     with silence(), torch.no_grad():
         model = _load_exported_model(directory, config["architectures"][0])
         module: nn.Module = LogitsModule(model)
@@ -129,13 +131,13 @@ def write_onnx(
                 dynamic_shapes=({0: "batch", 1: "length"},) * len(inputs),
             )
         except Exception as error:  # the exporter has dozens of exception classes
-            raise UserError(f"{FILE} cannot be made: {first_line(error)}") from error
+            raise UserError(f"{path.name} cannot be made: {first_line(error)}") from error
         assert program is not None  # it is None only if the exporter writes a file itself
         _remove_source_locations(program.model.graph)
         _remove_shapes_of_weights(program.model.graph)
         size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-        write_large(directory / FILE, lambda path: program.save(path, external_data=size > ONE_FILE_BYTES))
-        _check_onnx_outputs(directory / FILE, check_batches(config), reference)
+        write_large(path, lambda path: program.save(path, external_data=size > ONE_FILE_BYTES))
+        _check_onnx_outputs(path, check_batches(config), reference)
 
 
 def _load_exported_model(directory: Path, architecture: str) -> nn.Module:

@@ -208,8 +208,8 @@ def build_models(directory: Path, data: Path, max_positions: int, args: argparse
         models |= load_checkpoint_models(checkpoint, data, attention)
         if with_onnx:
             name = f"{ONNX}, {attention}"
-            models[name] = load_onnx(exported / "model.onnx", args.threads)
-            models[name + EIGHT_BITS] = load_onnx(exported / "model_quantized.onnx", args.threads)
+            models[name] = load_onnx(exported / "onnx/model.onnx", args.threads)
+            models[name + EIGHT_BITS] = load_onnx(exported / "onnx/model_quantized.onnx", args.threads)
     return {name: model for name, model in models.items() if not name.startswith(tuple(args.without))}
 
 

@@ -309,7 +309,7 @@ def test_onnx_classifier_of_pairs_gives_same_logits(linearized, tmp_path):
 
     export(folder / "linear/model.pt", tmp_path / "out", onnx=True)
 
-    session = onnxruntime.InferenceSession(tmp_path / "out/model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "out/onnx/model.onnx")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     batch = tokenizer([first for first, _ in pairs], [second for _, second in pairs], padding=True, return_tensors="np")
     assert {item.name for item in session.get_inputs()} == batch.keys()

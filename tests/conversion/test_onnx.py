@@ -1,4 +1,4 @@
-"""model.onnx in onnxruntime: the model's outputs for any batch, length and padding, 8-bit weights, and bad input."""
+"""Exported ONNX files in onnxruntime: the outputs for any batch, length and padding, 8-bit weights, and bad input."""
 
 import contextlib
 import io
@@ -47,7 +47,7 @@ MODELS = {
 }
 
 
-def run_onnx(folder, tokens, file="model.onnx", outputs=("logits",)):
+def run_onnx(folder, tokens, file="onnx/model.onnx", outputs=("logits",)):
     """Check the inputs and outputs of an ONNX file and return its outputs for the tokens (B, N), a single one alone."""
     session = onnxruntime.InferenceSession(folder / file)
     inputs = [(item.name, item.shape, item.type) for item in session.get_inputs()]
@@ -83,7 +83,7 @@ def test_onnxruntime_gives_same_logits(name, pretrain, tmp_path, monkeypatch):
 
     export(checkpoint, tmp_path / "out", onnx=True)
 
-    data = tmp_path / "out" / "model.onnx.data"
+    data = tmp_path / "out" / "onnx/model.onnx.data"
     if name == "softmax":
         assert data.stat().st_size > 10_000
     else:
@@ -125,11 +125,11 @@ def test_onnx_work_is_linear_in_the_length(global_tokens, pretrain, tmp_path):
 
     export(checkpoint, tmp_path / "out", onnx=True)
 
-    model = onnx.load(tmp_path / "out" / "model.onnx")
+    model = onnx.load(tmp_path / "out" / "onnx/model.onnx")
     ratio = count_elements(model, 2048) / count_elements(model, 1024)
     assert 1.9 < ratio < 2.01
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "model.onnx: for batches of at least one sequence, each of 1 to 2048 tokens with its padding" in card
+    assert "onnx/model.onnx: for batches of at least one sequence, each of 1 to 2048 tokens with its padding" in card
 
 
 @pytest.mark.exhaustive
@@ -152,19 +152,19 @@ def test_onnx_classifier_gives_same_logits(options, products, tmp_path, monkeypa
         "writing model.onnx and comparing its outputs, which can take a minute",
         "without a tokenizer: give --tokenizer DIRECTORY",
         f"{out}: LLNRobertaForSequenceClassification",
-        f"in ONNX: {out / 'model.onnx'}, {out / 'model_quantized.onnx'}",
+        f"in ONNX: {out / 'onnx/model.onnx'}, {out / 'onnx/model_quantized.onnx'}",
     ]
-    for file in ("model.onnx", "model_quantized.onnx"):
+    for file in ("onnx/model.onnx", "onnx/model_quantized.onnx"):
         content = (out / file).read_bytes()
         assert b".py" not in content  # no names of this machine's source files
         assert str(tmp_path).encode() not in content
-    assert not list(out.glob("*inferred*"))
+    assert not list(out.rglob("*inferred*"))
     expected = compute_logits(checkpoint, padded_batch(), "sentence_classification_head")
     actual = run_onnx(out, padded_batch())
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-    quantized = run_onnx(out, padded_batch(), "model_quantized.onnx")
+    quantized = run_onnx(out, padded_batch(), "onnx/model_quantized.onnx")
     assert 0 < (quantized - actual).abs().max() < 0.05 * actual.abs().max()
-    assert count_products(out / "model_quantized.onnx") == products
+    assert count_products(out / "onnx/model_quantized.onnx") == products
 
 
 @pytest.mark.exhaustive
@@ -218,11 +218,15 @@ def test_int8_encoder_agrees_with_float(encoder):
     folder, printed = encoder
     batch = padded_batch()
     _, vectors, _ = run_onnx(folder / "out", batch, outputs=ENCODER_OUTPUTS)
-    _, quantized, _ = run_onnx(folder / "out", batch, "model_quantized.onnx", ENCODER_OUTPUTS)
+    _, quantized, _ = run_onnx(folder / "out", batch, "onnx/model_quantized.onnx", ENCODER_OUTPUTS)
 
     cosines = torch.cosine_similarity(vectors, quantized)
     assert 0.99 < cosines.min() < 0.999999
-    assert count_products(folder / "out" / "model_quantized.onnx") == (6, 0, 4)  # q, k, v, out, fc1, fc2; attention
+    assert count_products(folder / "out" / "onnx/model_quantized.onnx") == (
+        6,
+        0,
+        4,
+    )  # q, k, v, out, fc1, fc2; attention
     assert f"{folder / 'out'}: LLNRobertaModel, sentence vectors (pooling: mean)\n" in printed
 
 
