@@ -52,6 +52,7 @@ ALLOWED_IMPORTS = {
         "text",
         "training",
     },
+    "hub": {"conversion"},
     "linearize": {
         "attention",
         "checkpoints",
@@ -69,7 +70,7 @@ ALLOWED_IMPORTS = {
 }
 # These may import everything.
 PROGRAMS = {"__init__", "__main__", "analysis.analyze", "training.train", "training.hydra_callback"}
-WITHOUT_FAIRSEQ = {"ops", "attention", "errors", "files", "provenance", "command", "terminal", "__init__"}
+WITHOUT_FAIRSEQ = {"ops", "attention", "hub", "errors", "files", "provenance", "command", "terminal", "__init__"}
 FAIRSEQ_PACKAGES = {"fairseq", "fairseq_cli", "hydra", "omegaconf"}
 
 

@@ -309,6 +309,7 @@ class LLNRobertaModel(RobertaModel):
 
     config_class = LLNRobertaConfig
     _supports_sdpa = False  # PyTorch's scaled_dot_product_attention computes softmax
+    _supports_attention_backend = False  # vLLM would put all texts of a batch into one sequence
 
     def __init__(self, config: LLNRobertaConfig, add_pooling_layer: bool = False) -> None:
         super().__init__(config, add_pooling_layer=add_pooling_layer)
@@ -410,6 +411,7 @@ class LLNRobertaForMaskedLM(RobertaForMaskedLM):
 
     config_class = LLNRobertaConfig
     _supports_sdpa = False
+    _supports_attention_backend = False
 
     def __init__(self, config: LLNRobertaConfig) -> None:
         super().__init__(config)
@@ -445,6 +447,7 @@ class LLNRobertaForSequenceClassification(RobertaForSequenceClassification):
 
     config_class = LLNRobertaConfig
     _supports_sdpa = False
+    _supports_attention_backend = False
 
     def __init__(self, config: LLNRobertaConfig) -> None:
         super().__init__(config)
