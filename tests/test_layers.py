@@ -37,6 +37,7 @@ ALLOWED_IMPORTS = {
         "provenance",
         "scores",
         "tasks",
+        "terminal",
         "text",
     },
     "conversion": {

@@ -3,23 +3,29 @@
     lln-fairseq encode encoders/minilm/model.pt --input texts.txt --output vectors.npy
 
 Row i of the output, a float32 array, is the vector of line i, also of an empty line. The vectors are those of `encode`
-in Python. They are written while the input is read, so the input may be of any size.
+in Python. They are written while the input is read, so the input may be of any size. With --on-error row, a line that
+cannot be read or encoded gets NaN, and a warning says why.
 """
 
 import argparse
+import logging
+import math
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lln_fairseq.checkpoints.pooling import POOLINGS
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.outputs import output_path, reject_input_as_output
-from lln_fairseq.inference.predict import add_text_options, open_lines
+from lln_fairseq.inference.predict import add_text_options, map_lines, open_lines
 from lln_fairseq.inference.text_model import load_text_model
-from lln_fairseq.text.samples import LongTextError
+
+logger = logging.getLogger(__name__)
 
 
 def main(argv: list[str]) -> None:
@@ -43,24 +49,33 @@ def main(argv: list[str]) -> None:
     if args.output.exists() and not args.output.is_file():
         raise UserError(f"--output must be a file, got {args.output}")
     reject_input_as_output(args.input, args.output)
-    with open_lines(args.input) as lines:
+    with open_lines(args.input, args.on_error) as lines:
         model = load_text_model(args.checkpoint, args.data, args.tokenizer, args.precision, args.positions)
-        vectors = model.encode_each(lines, args.pooling, args.normalize, args.on_long)
+        model.batch_tokens = args.batch_tokens
+        encode = partial(
+            model.encode_each,
+            pooling=args.pooling,
+            normalize=args.normalize,
+            on_long=args.on_long,
+            on_error=args.on_error,
+        )
         with output_path(args.output) as part, part.open("wb") as file:
-            try:
-                write_vectors(file, vectors, model.width)
-            except LongTextError as error:
-                line = f"line {error.index + 1}"
-                raise LongTextError(line, error.index, error.length, error.longest) from error
+            write_vectors(file, map_lines(encode, lines), model.width)
 
 
-def write_vectors(file: BinaryIO, vectors: Iterable[Tensor], width: int) -> None:
-    """Write the vectors (width,), as many as there are, to an empty file, as a float32 array in NumPy's format."""
+def write_vectors(file: BinaryIO, vectors: Iterable[Tensor | UserError], width: int) -> None:
+    """Write the vectors (width,), as many as there are, to an empty file, as a float32 array in NumPy's format.
+
+    For a UserError, a vector of NaN is written, and the error is logged.
+    """
     _write_header(file, 0, width)
     count = 0
     for vector in vectors:
-        file.write(vector.numpy().astype("<f4").tobytes())
         count += 1
+        if isinstance(vector, UserError):
+            logger.warning(f"no vector for line {count}: {vector}")
+            vector = torch.full((width,), math.nan)
+        file.write(vector.numpy().astype("<f4").tobytes())
     file.seek(0)
     _write_header(file, count, width)  # of the same size: NumPy leaves room for a growing number of rows
 

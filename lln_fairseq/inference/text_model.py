@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,11 +27,16 @@ from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import build_model, require_finite, set_positions, use_precision
 from lln_fairseq.models.packed_linear.choice import FLOAT32
 from lln_fairseq.text.samples import (
+    BATCH_TOKENS,
     CHUNK_CHARACTERS,
+    END,
+    ON_ERROR,
+    ROW,
     LengthLimit,
     SampleEncoder,
     Text,
     batch_by_length,
+    isolate_errors,
     split_into_chunks,
     texts_to_rows,
 )
@@ -97,7 +102,7 @@ class TextModel(nn.Module):
     Texts that are longer than the model takes are cut (`on_long="truncate"`), and a warning, logged once per call, says
     how many. With `on_long="error"`, the first such text raises a LongTextError, which is a UserError. `predict` and
     `encode` raise it before the model computes anything. `predict_each` and `encode_each` raise it when they read the
-    text.
+    text. With `on_error="row"`, these two yield the UserError of a text in the place of its output.
 
     Args:
         model: the model, in evaluation mode if it is to be used.
@@ -112,6 +117,8 @@ class TextModel(nn.Module):
     Attributes:
         longest: the number of tokens that the model takes, special tokens included.
         width: the number of features of a vector.
+        batch_tokens: the number of tokens of a batch, padding included, which can be set. A longer text becomes a batch
+            of its own.
     """
 
     def __init__(
@@ -138,6 +145,7 @@ class TextModel(nn.Module):
         self.longest = min(task.max_positions(), model.max_positions())
         self.finetuned = is_finetuned(task.cfg._name)
         self.labels = label_names(task) if self.finetuned else []
+        self.batch_tokens = BATCH_TOKENS
 
     def predict(self, texts: Iterable[Text], on_long: str = "truncate") -> list[Prediction | float]:
         """Return a prediction for every text, or for every pair of texts (a tuple).
@@ -152,13 +160,17 @@ class TextModel(nn.Module):
         self._require_labels()
         if on_long == "error":
             texts = self._check_lengths(texts, self.inputs)
-        return list(self.predict_each(texts, on_long))
+        return cast("list[Prediction | float]", list(self.predict_each(texts, on_long)))
 
-    def predict_each(self, texts: Iterable[Text], on_long: str = "truncate") -> Iterator[Prediction | float]:
-        """Yield what `predict` returns, reading only a few thousand texts ahead."""
+    def predict_each(
+        self, texts: Iterable[Text], on_long: str = "truncate", on_error: str = END
+    ) -> Iterator[Prediction | float | UserError]:
+        """Yield what `predict` returns, reading only a few thousand texts ahead. For `on_error`, see the class."""
         self._require_labels()
-        for _, logits in self._map_texts(texts, self.inputs, self._class_logits, on_long):
-            if self.task.cfg.regression_target:
+        for _, logits in self._map_texts(texts, self.inputs, self._class_logits, on_long, on_error):
+            if isinstance(logits, UserError):
+                yield logits
+            elif self.task.cfg.regression_target:
                 yield self.activation(logits).item()
             else:
                 probability, number = logits.softmax(dim=-1).max(dim=-1)
@@ -204,8 +216,12 @@ class TextModel(nn.Module):
         pooling: str | None = None,
         normalize: bool | None = None,
         on_long: str = "truncate",
+        on_error: str = END,
     ) -> Iterator[Any]:
-        """Yield what `encode` returns for each text, reading only a few thousand texts ahead."""
+        """Yield what `encode` returns for each text, reading only a few thousand texts ahead.
+
+        For `on_error`, see the class.
+        """
         if pooling is None:
             pooling = self.pooling.mode
         if pooling not in (*POOLINGS, TOKENS):
@@ -214,11 +230,15 @@ class TextModel(nn.Module):
             normalize = self.pooling.normalize and pooling != TOKENS
         compute_features = partial(self._features, pooling=pooling, normalize=normalize)
         if pooling != TOKENS:
-            for _, vector in self._map_texts(texts, (1,), compute_features, on_long):
+            for _, vector in self._map_texts(texts, (1,), compute_features, on_long, on_error):
                 yield vector
             return
-        for (text,), vectors in self._map_texts(texts, (1,), compute_features, on_long, TOKEN_CHUNK_CHARACTERS):
-            yield TokenVectors(vectors, self.ids.token_offsets(text, len(vectors)))
+        outputs = self._map_texts(texts, (1,), compute_features, on_long, on_error, TOKEN_CHUNK_CHARACTERS)
+        for (text,), vectors in outputs:
+            if isinstance(vectors, UserError):
+                yield vectors
+            else:
+                yield TokenVectors(vectors, self.ids.token_offsets(text, len(vectors)))
 
     def fill(self, text: str, k: int = 5, on_long: str = "truncate") -> list[Filling]:
         """Return the k most likely tokens for the single <mask> of a text, the most likely one first.
@@ -289,41 +309,70 @@ class TextModel(nn.Module):
         inputs: Sequence[int],
         model_function: Callable[..., Iterable[Tensor]],
         on_long: str,
+        on_error: str = END,
         max_characters: int = CHUNK_CHARACTERS,
-    ) -> Iterator[tuple[Sequence[str], Tensor]]:
+    ) -> Iterator[tuple[Sequence[str], Tensor | UserError]]:
         """Yield each text, as a tuple of one or two strings, with the output of `model_function` for it, in order.
 
         `model_function` maps padded tokens (B, N) on the model's device to B outputs, float32 on the CPU.
         `max_characters` is how much text is read ahead. At the end, even if the caller stops early, a warning says how
         many texts were cut.
         """
+        if on_error not in ON_ERROR:
+            raise UserError(f"on_error must be one of {', '.join(ON_ERROR)}, got {on_error!r}")
         _require_many(texts)
         limit = LengthLimit(self.longest, on_long)
+        if on_error == ROW:
+            limit.name = "the text"  # its place is that of the error
+
+        def make_samples(chunk: Sequence[Sequence[str]]) -> list[Any]:
+            return limit.apply(self._encode_rows(chunk))
+
         try:
             for chunk in split_into_chunks(texts_to_rows(texts, inputs), max_characters):
-                samples = limit.apply(self.ids.encode_rows(chunk))
-                outputs = self._map_samples(samples, chunk, model_function)
+                if on_error == ROW:
+                    samples = isolate_errors(make_samples, chunk)
+                else:
+                    samples = make_samples(chunk)
+                outputs = self._map_samples(samples, chunk, model_function, on_error)
                 yield from zip(chunk, outputs, strict=True)
         finally:
             _log_cut_texts(limit)
 
+    def _encode_rows(self, rows: Sequence[Sequence[str]]) -> list[Tensor]:
+        """Return the ids of each row, int64 (N,). Raise UserError if a row has none."""
+        samples = self.ids.encode_rows(rows)
+        for row, sample in zip(rows, samples, strict=True):
+            if len(sample) == 0:
+                raise UserError(f"{_name_of(row)} has no tokens")
+        return samples
+
     def _map_samples(
         self,
-        samples: Sequence[Tensor],
+        samples: Sequence[Tensor | UserError],
         rows: Sequence[Sequence[str]],
         model_function: Callable[..., Iterable[Tensor]],
-    ) -> list[Tensor]:
-        """Return the output of `model_function` for each sample (N,). `rows` are the texts, for error messages."""
-        outputs = [torch.empty(0)] * len(samples)
-        for batch in batch_by_length(samples):
-            names = [f"the text {' | '.join(rows[number])!r:.80}" for number in batch]
-            if len(samples[batch[0]]) == 0:
-                raise UserError(f"{names[0]} has no tokens")
-            tokens = collate_tokens([samples[number] for number in batch], self.task.source_dictionary.pad())
+        on_error: str,
+    ) -> list[Tensor | UserError]:
+        """Return the output of `model_function` for each sample (N,), and the UserErrors among the samples.
+
+        `rows` are the texts, for error messages.
+        """
+        outputs = list(samples)
+        numbers = [number for number, sample in enumerate(samples) if isinstance(sample, Tensor)]
+        encoded = [sample for sample in samples if isinstance(sample, Tensor)]
+        for batch in batch_by_length(encoded, self.batch_tokens):
+            tokens = collate_tokens([encoded[place] for place in batch], self.task.source_dictionary.pad())
             batch_outputs = model_function(tokens.to(self._device))
-            for number, name, output in zip(batch, names, batch_outputs, strict=True):
-                require_finite(output, name)
+            for place, output in zip(batch, batch_outputs, strict=True):
+                number = numbers[place]
                 outputs[number] = output
+                try:
+                    require_finite(output, _name_of(rows[number]))
+                except UserError as error:
+                    if on_error != ROW:
+                        raise
+                    outputs[number] = error
         return outputs
 
     @_without_training
@@ -350,6 +399,11 @@ class TextModel(nn.Module):
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+
+def _name_of(row: Sequence[str]) -> str:
+    """Return what an error message calls the texts of a row."""
+    return f"the text {' | '.join(row)!r:.80}"
 
 
 def _require_many(texts: Any) -> None:

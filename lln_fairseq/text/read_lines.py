@@ -6,6 +6,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import count
 from typing import BinaryIO
 
 from lln_fairseq.errors import UserError
@@ -63,9 +64,13 @@ def read_raw_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
     A line of more than MAX_LINE bytes raises UserError.
     """
     for number, line in enumerate(iter(partial(stream.readline, MAX_LINE + 1), b""), start=1):
-        if len(line) > MAX_LINE:
-            raise UserError(f"{name}, line {number}: more than {MAX_LINE >> 20} MiB; break it into shorter lines")
+        _check_size(line, number, name)
         yield number, line
+
+
+def _check_size(line: bytes, number: int, name: str) -> None:
+    if len(line) > MAX_LINE:
+        raise UserError(f"{name}, line {number}: more than {MAX_LINE >> 20} MiB; break it into shorter lines")
 
 
 def read_lines(stream: BinaryIO, name: str, limit: int | None = None) -> Iterator[str]:
@@ -85,11 +90,31 @@ def read_lines(stream: BinaryIO, name: str, limit: int | None = None) -> Iterato
         total_bytes += len(raw)
         if limit is not None and total_bytes > limit:
             return
+        yield _decode_line(raw, number, name)
+
+
+def _decode_line(raw: bytes, number: int, name: str) -> str:
+    """Return a line without its end and, in line 1, without a byte order mark."""
+    try:
+        line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}, line {number}: not UTF-8 ({error.reason} at byte {error.start})") from error
+    return line.removesuffix("\n").removesuffix("\r")
+
+
+def read_each_line(stream: BinaryIO, name: str) -> Iterator[str | UserError]:
+    """Yield the lines that `read_lines` yields, and its UserError in the place of each line that it rejects."""
+    for number in count(1):
+        raw = stream.readline(MAX_LINE + 1)
+        if not raw:
+            return
         try:
-            line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{name}, line {number}: not UTF-8 ({error.reason} at byte {error.start})") from error
-        yield line.removesuffix("\n").removesuffix("\r")
+            _check_size(raw, number, name)
+            yield _decode_line(raw, number, name)
+        except UserError as error:
+            yield error
+        while len(raw) > MAX_LINE and not raw.endswith(b"\n"):  # the rest of a line that is too long
+            raw = stream.readline(MAX_LINE + 1)
 
 
 def sample_lines_evenly(lines: Iterable[str], limit: int) -> list[str]:

@@ -1,6 +1,6 @@
 """Make the samples of texts for prediction: the token ids that a task's data set would have, cut and in batches."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ CHUNK_TEXTS = 2048  # number of rows that are tokenized and sorted by length tog
 CHUNK_CHARACTERS = 1 << 20
 CONTINUATION = "\ue000"  # a private-use character, prepended to text that continues a line
 ON_LONG = ("truncate", "error")  # what can be done with a text that is longer than the model takes
+END = "end"
+ROW = "row"
+ON_ERROR = (END, ROW)  # whether a text with an error ends everything, or gets the error as its output
 
 
 class LongTextError(UserError):
@@ -57,18 +60,17 @@ class LengthLimit:
 
     def apply(self, samples: Iterable[Tensor]) -> list[Tensor]:
         """Return the samples (N,), each cut to `longest` tokens, or raise LongTextError if on_long="error"."""
-        cut = []
+        samples = list(samples)
+        if self.on_long == "error":
+            for index, sample in enumerate(samples, start=self.samples):
+                if len(sample) > self.longest:
+                    raise LongTextError(self.name.format(index=index), index, len(sample), self.longest)
         for sample in samples:
-            excess = len(sample) - self.longest
-            if excess > 0:
-                if self.on_long == "error":
-                    name = self.name.format(index=self.samples)
-                    raise LongTextError(name, self.samples, len(sample), self.longest)
-                self.cut_samples += 1
-                self.dropped_tokens += excess
-            self.samples += 1
-            cut.append(cut_sample(sample, self.longest))
-        return cut
+            excess = max(len(sample) - self.longest, 0)
+            self.cut_samples += excess > 0
+            self.dropped_tokens += excess
+        self.samples += len(samples)
+        return [cut_sample(sample, self.longest) for sample in samples]
 
     def message(self) -> str:
         """Return a line that says how much was cut, or "" if nothing was."""
@@ -268,14 +270,28 @@ def split_into_chunks(
         yield chunk
 
 
-def batch_by_length(samples: Sequence[Tensor]) -> Iterator[list[int]]:
+def isolate_errors(function: Callable[[Sequence[Any]], list[Any]], rows: Sequence[Any]) -> list[Any]:
+    """Return function(rows), with a UserError in place of the output of each row for which it raises one.
+
+    The rows are divided in halves until those that raise it are alone.
+    """
+    try:
+        return function(rows)
+    except UserError as error:
+        if len(rows) == 1:
+            return [error]
+    half = len(rows) // 2
+    return isolate_errors(function, rows[:half]) + isolate_errors(function, rows[half:])
+
+
+def batch_by_length(samples: Sequence[Sized], batch_tokens: int = BATCH_TOKENS) -> Iterator[list[int]]:
     """Yield batches of samples of similar length, shortest first, as lists of indices into `samples`.
 
-    A batch has at most BATCH_TOKENS tokens, padding included. A longer sample becomes a batch of its own.
+    A batch has at most `batch_tokens` tokens, padding included. A longer sample becomes a batch of its own.
     """
     batch: list[int] = []
     for index in sorted(range(len(samples)), key=lambda index: len(samples[index])):
-        if batch and (len(batch) + 1) * len(samples[index]) > BATCH_TOKENS:
+        if batch and (len(batch) + 1) * len(samples[index]) > batch_tokens:
             yield batch
             batch = []
         batch.append(index)

@@ -2,11 +2,13 @@
 
 import copy
 import functools
+import gzip
 import io
 import itertools
 import multiprocessing
 import operator
 import pickle
+import random
 import re
 import shutil
 import subprocess
@@ -24,11 +26,13 @@ from lln_fairseq.__main__ import main
 from lln_fairseq.checkpoints.pooling import Pooling, pooling_entries
 from lln_fairseq.checkpoints.reading import PLUGIN_STATE
 from lln_fairseq.errors import UserError
+from lln_fairseq.inference import text_model
 from lln_fairseq.inference.evaluate import compute_outputs, format_predictions, load_finetuned_model
 from lln_fairseq.inference.predict import _open_output, open_lines, prediction_lines
 from lln_fairseq.inference.text_model import Prediction
 from lln_fairseq.models.packed_linear.choice import working_way
 from lln_fairseq.models.packed_linear.precisions import WAYS
+from lln_fairseq.text.read_lines import MAX_LINE
 from lln_fairseq.text.samples import CHUNK_TEXTS, LongTextError, SampleEncoder, split_into_chunks
 from lln_fairseq.text.vocabulary import load_vocabulary
 from tests.data_prep.conftest import TEXT, small_gpt2
@@ -635,6 +639,119 @@ def test_long_lines_are_reported_or_rejected(runs, tmp_path, capsys, caplog):
     assert message.startswith("cut 1 of 3 texts to the 64 tokens")
 
 
+BAD_LINES = {2: b"\xff film", 4: b"film\tstory", 5: b"x" * (MAX_LINE + 9), 6: LONG.encode()}  # number: content
+
+
+@pytest.fixture
+def bad_input(tmp_path):
+    """A gzip file with BAD_LINES among lines without errors, of which the third and the seventh are empty."""
+    lines = [BAD_LINES.get(number, b"a film" if number % 4 != 3 else b"") for number in range(1, 10)]
+    path = tmp_path / "in.txt.gz"
+    path.write_bytes(gzip.compress(b"\n".join(lines)))
+    return path
+
+
+def test_lines_with_errors_keep_their_place(bad_input, runs, loaded, capsys, caplog):
+    options = ("--input", bad_input, "--on-error", "row", "--on-long", "error")
+
+    code, output, errors = predict(capsys, runs["SST-2"], *options)
+
+    assert (code, errors) == (0, "")
+    (prediction,) = loaded("SST-2").predict(["a film"])
+    messages = {
+        2: f"{bad_input}, line 2: not UTF-8 (invalid start byte at byte 0)",
+        4: "line 4 must be one text without tabs, got 2 columns",
+        5: f"{bad_input}, line 5: more than 4 MiB; break it into shorter lines",
+        6: "the text has 72 tokens, but the model takes at most 64",
+    }
+    for number, line in enumerate(output.removesuffix("\n").split("\n"), start=1):
+        if number in messages:
+            assert line == f"\t\t{messages[number]}"
+        elif number in (3, 7):
+            assert line == ""
+        else:
+            assert line == f"{prediction.label}\t{prediction.probability:.6f}"
+    assert number == 9
+    assert caplog.messages[-1] == "4 of 9 lines have an error instead of an output"
+    assert predict(capsys, runs["SST-2"], "--input", bad_input)[0] == 1
+
+
+def test_vectors_of_lines_with_errors_are_nan(bad_input, runs, loaded, tmp_path, capsys, caplog):
+    output = tmp_path / "out.npy"
+    options = ("--input", bad_input, "--output", output, "--on-error", "row", "--on-long", "error")
+
+    assert encode(capsys, runs["SST-2"], *options) == (0, "", "")
+
+    vectors = torch.from_numpy(np.load(output))
+    film, pair, empty = loaded("SST-2").encode(["a film", "film\tstory", ""])
+    for number, vector in enumerate(vectors, start=1):
+        if number in (2, 5, 6):
+            assert vector.isnan().all()
+        else:
+            torch.testing.assert_close(vector, {3: empty, 4: pair, 7: empty}.get(number, film))
+    assert len(vectors) == 9
+    assert "no vector for line 6: the text has 72 tokens, but the model takes at most 64" in caplog.messages
+
+
+def test_texts_with_errors_do_not_change_others(loaded, monkeypatch):
+    """A tokenizer that rejects some texts, and outputs that are not finite for others."""
+    model = loaded("SST-2")
+    texts = [f"film {number}" for number in range(40)]
+    expected = list(model.predict_each(texts))
+    encode_lines = model.ids.encode_lines
+
+    def reject_some(lines):
+        if any(line in ("film 7", "film 8", "film 39") for line in lines):
+            raise UserError("rejected")
+        return encode_lines(lines)
+
+    def infinite_for_some(output, name):
+        if name == "the text 'film 11'":
+            raise UserError("infinite")
+
+    monkeypatch.setattr(model.ids, "encode_lines", reject_some)
+    monkeypatch.setattr(text_model, "require_finite", infinite_for_some)
+
+    outputs = list(model.predict_each(texts, on_error="row"))
+
+    messages = {7: "rejected", 8: "rejected", 39: "rejected", 11: "infinite"}
+    assert {n: str(output) for n, output in enumerate(outputs) if isinstance(output, UserError)} == messages
+    for number, output in enumerate(outputs):
+        if number not in messages:
+            assert output.label == expected[number].label
+            assert output.probability == pytest.approx(expected[number].probability, abs=1e-5)
+    with pytest.raises(UserError, match="rejected"):
+        list(model.predict_each(texts))
+
+
+def test_tokens_of_a_batch_can_be_chosen(loaded, monkeypatch):
+    model = loaded("SST-2")
+    sizes = []
+    monkeypatch.setattr(model, "batch_tokens", 40)
+    class_logits = model._class_logits
+
+    def record_size(tokens):
+        sizes.append(tokens.numel())
+        return class_logits(tokens)
+
+    monkeypatch.setattr(model, "_class_logits", record_size)
+    model.predict(["film " * length for length in range(1, 60)])
+    assert len(sizes) > 30
+    assert all(size <= 40 for size in sizes[:10])
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-20], lambda data: b"text", lambda data: data[:40] + b"x" * 99])
+def test_damaged_gzip_file_is_rejected_in_one_line(damage, runs, tmp_path, capsys):
+    path = tmp_path / "in.gz"
+    path.write_bytes(damage(gzip.compress(random.Random(1).randbytes(999).hex().encode())))
+
+    code, _, errors = predict(capsys, runs["SST-2"], "--input", path)
+
+    assert code == 1
+    assert errors.startswith(f"error: {path} is not a complete gzip file: ")
+    assert errors.count("\n") == 1
+
+
 def test_pairs_are_scored_through_pipes(runs, glue, monkeypatch, capsys):
     pairs = texts_of(glue, "STS-B", "test")
     text = "\n".join("\t".join(pair) for pair in pairs)
@@ -665,14 +782,14 @@ def test_lines_are_read_a_few_thousand_ahead():
     class Model:
         inputs = (1,)
 
-        def predict_each(self, texts, on_long):
+        def predict_each(self, texts, **options):
             for part in split_into_chunks(texts):
                 yield from [Prediction("a", 0.5)] * len(part)
 
     def endless_lines():
         nonlocal lines_read
         for lines_read in itertools.count(1):
-            yield lines_read, "x" if lines_read % 3 else ""
+            yield "x" if lines_read % 3 else ""
 
     output = list(itertools.islice(prediction_lines(Model(), endless_lines()), 9000))
 
@@ -684,12 +801,12 @@ def test_long_line_after_predictions_is_named():
     class Model:
         inputs = (1,)
 
-        def predict_each(self, texts, on_long):
+        def predict_each(self, texts, **options):
             list(texts)
             yield from [0.5] * 2
             raise LongTextError("texts[3]", 3, 72, 64)
 
-    lines = enumerate(["", "a", "b", "", "c", "", "long", "d"], start=1)
+    lines = ["", "a", "b", "", "c", "", "long", "d"]
 
     with pytest.raises(LongTextError, match="line 7 has 72 tokens"):
         list(prediction_lines(Model(), lines, "error"))
