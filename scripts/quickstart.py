@@ -24,7 +24,7 @@ from lln_fairseq import load
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.command import run_main
 from lln_fairseq.terminal import text_table
-from scripts.benchmarks.meter import interleaved
+from lln_fairseq.timing import interleaved
 from scripts.benchmarks.prediction import loaded_logits, random_tokens
 from scripts.figures import Settings, figure_8
 from scripts.train_tasks import (

@@ -17,6 +17,7 @@ ALLOWED_IMPORTS = {
     "files": set(),
     "provenance": {"files"},
     "scores": set(),
+    "timing": set(),
     "text": {"errors", "files", "terminal"},
     "ops": set(),
     "attention": {"ops"},
@@ -71,7 +72,18 @@ ALLOWED_IMPORTS = {
 }
 # These may import everything.
 PROGRAMS = {"__init__", "__main__", "analysis.analyze", "training.train", "training.hydra_callback"}
-WITHOUT_FAIRSEQ = {"ops", "attention", "hub", "errors", "files", "provenance", "command", "terminal", "__init__"}
+WITHOUT_FAIRSEQ = {
+    "ops",
+    "attention",
+    "hub",
+    "errors",
+    "files",
+    "provenance",
+    "command",
+    "terminal",
+    "timing",
+    "__init__",
+}
 FAIRSEQ_PACKAGES = {"fairseq", "fairseq_cli", "hydra", "omegaconf"}
 
 

@@ -31,18 +31,16 @@ from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.command import run_main
 from lln_fairseq.provenance import describe_provenance, write_result
 from lln_fairseq.terminal import at_least_one, program_parser, text_table
+from lln_fairseq.timing import Spread, can_measure_resident_peak, interleaved
 from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.benchmarks.meter import (
     OutOfMemory,
-    Spread,
     add_device_options,
-    can_measure_resident_peak,
     captured,
     copy_bandwidth,
     device_name,
     growth,
     host_milliseconds,
-    interleaved,
     output_file,
     peak_memory,
 )

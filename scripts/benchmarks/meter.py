@@ -1,9 +1,6 @@
-"""Measure the time and the peak memory of calls, for all benchmarks, and define the options that they share."""
+"""Measure the GPU's and the host's time of calls and their peak memory, and define the options of the benchmarks."""
 
 import argparse
-import contextlib
-import ctypes
-import functools
 import gc
 import math
 import multiprocessing
@@ -12,31 +9,26 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from lln_fairseq.attention.layers import check_attention_spec
 from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.errors import first_line
+from lln_fairseq.timing import milliseconds, read_kibibytes, resident_peak
 from lln_fairseq.training.malloc import disable_malloc_trim
 from lln_fairseq.training.recipes import layout_names, layout_options
 
-MAX_SECONDS = 20.0  # a call whose repeats took longer in total is not repeated more than MIN_REPEATS times
-MIN_REPEATS = 3
 HOST_CALLS = 50
 WARM_UPS = 3  # calls before a capture, which compile kernels and fill caches
 MEMORY_LIMIT = 0.9  # of the free memory; a child process that needs more is out of memory
 OUT_OF_MEMORY_MESSAGES = ("DefaultCPUAllocator", "not enough memory", "can't allocate memory", "bad_alloc")
-_PROCESS_STATUS = Path("/proc/self/status")
-_RESET_PEAK = Path("/proc/self/clear_refs")
 _MACHINE_MEMORY = Path("/proc/meminfo")
-_Key = TypeVar("_Key", bound=Hashable)
 
 
 def add_device_options(parser: argparse.ArgumentParser, dtypes: Iterable[str]) -> None:
@@ -98,40 +90,6 @@ def device_name(device: str) -> str:
     return f"CPU, {torch.get_num_threads()} threads"
 
 
-class Spread(NamedTuple):
-    """The median, the smallest and the largest of several measured values."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
-        return cls(statistics.median(values), min(values), max(values))
-
-    def text(self, digits: int = 2) -> str:
-        return f"{self.median:.{digits}f} ({self.low:.{digits}f}-{self.high:.{digits}f})"
-
-
-def milliseconds(run: Callable[[], object], device: str) -> float:
-    """Return the time of one call in ms on the device "cpu" or "cuda".
-
-    On a GPU, the cache of the GPU is overwritten before the call, and the call has ended when this function returns.
-    """
-    if device == "cpu":
-        start_seconds = time.perf_counter()
-        run()
-        return 1e3 * (time.perf_counter() - start_seconds)
-    cache_sized_buffer().zero_()
-    start = torch.cuda.Event(enable_timing=True)
-    end = torch.cuda.Event(enable_timing=True)
-    start.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end)
-
-
 def captured(run: Callable[[], object]) -> Callable[[], object] | None:
     """Return a function that repeats what the GPU does in `run`, without Python and launches: a replayed CUDA graph.
 
@@ -169,36 +127,12 @@ def host_milliseconds(run: Callable[[], object], calls: int = HOST_CALLS) -> flo
     return 1e3 * passed / calls
 
 
-@functools.cache
-def cache_sized_buffer() -> Tensor:
-    """Return a buffer of 256 MB on the GPU, larger than the cache of any GPU. Every call returns the same buffer."""
-    return torch.empty(2**28, dtype=torch.uint8, device="cuda")
-
-
 def copy_bandwidth(device: str, size: int = 2**30) -> float:
     """Return the bytes per second that a copy reads and writes in total, the median of ten copies."""
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     times = [milliseconds(lambda: target.copy_(source), device) for _ in range(10)]
     return 2 * size / (1e-3 * statistics.median(times))
-
-
-def interleaved(runs: Mapping[_Key, Callable[[], object]], device: str, repeats: int) -> dict[_Key, list[float]]:
-    """Return the times in ms of every function in `runs`, by its key.
-
-    The functions are called in turn, repeat by repeat, so that a noisy machine slows all of them alike. A first round
-    is not timed. After MIN_REPEATS repeats, a function is not called again if its calls have taken more than
-    MAX_SECONDS in total. So its list can have fewer than `repeats` times.
-    """
-    times: dict[_Key, list[float]] = {key: [] for key in runs}
-    for repeat in range(repeats + 1):
-        for key, run in runs.items():
-            if repeat > MIN_REPEATS and sum(times[key]) > 1e3 * MAX_SECONDS:
-                continue
-            passed = milliseconds(run, device)
-            if repeat > 0:
-                times[key].append(passed)
-    return times
 
 
 class OutOfMemory(Exception):
@@ -233,27 +167,11 @@ def _with_limited_memory(function: Callable[..., Any], arguments: tuple) -> Any:
     An allocation beyond the limit raises an exception. Without the limit, Linux would kill this or another process.
     """
     if _MACHINE_MEMORY.exists():
-        available = _read_kibibytes("MemAvailable", _MACHINE_MEMORY)
-        limit = 1024 * (_read_kibibytes("VmData") + int(MEMORY_LIMIT * available))
+        available = read_kibibytes("MemAvailable", _MACHINE_MEMORY)
+        limit = 1024 * (read_kibibytes("VmData") + int(MEMORY_LIMIT * available))
         _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, hard_limit))
     return function(*arguments)
-
-
-def resident_peak(prepare: Callable[..., Callable[[], object]], *arguments: Any) -> int:
-    """Return how many bytes the resident set of this process grows at its peak during the call that `prepare` returns.
-
-    This needs Linux.
-    """
-    run = prepare(*arguments)
-    gc.collect()
-    with contextlib.suppress(AttributeError):  # the C library is not glibc
-        # Pages that the allocator kept would be used again, and would not be counted.
-        ctypes.CDLL(None).malloc_trim(0)
-    _RESET_PEAK.write_text("5")
-    before = _read_kibibytes("VmRSS")
-    run()
-    return 1024 * (_read_kibibytes("VmHWM") - before)
 
 
 def peak_memory(device: str, prepare: Callable[..., Callable[[], object]], *arguments: Any) -> int:
@@ -274,18 +192,6 @@ def peak_memory(device: str, prepare: Callable[..., Callable[[], object]], *argu
     except torch.OutOfMemoryError:
         raise OutOfMemory from None
     return torch.cuda.max_memory_allocated() - before
-
-
-def can_measure_resident_peak() -> bool:
-    """Return True on Linux, which can reset the peak of the resident set."""
-    return _RESET_PEAK.exists()
-
-
-def _read_kibibytes(key: str, file: Path = _PROCESS_STATUS) -> int:
-    for line in file.read_text().splitlines():
-        if line.startswith(key):
-            return int(line.split()[1])
-    raise ValueError(f"{file} has no line that starts with {key}")
 
 
 def growth(points: Sequence[tuple[int, float]]) -> float | None:

@@ -34,15 +34,13 @@ from lln_fairseq.command import run_main
 from lln_fairseq.models.presets import PRESETS
 from lln_fairseq.provenance import describe_provenance, write_result
 from lln_fairseq.terminal import at_least_one, program_parser, text_table
+from lln_fairseq.timing import Spread, can_measure_resident_peak, interleaved
 from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.benchmarks.meter import (
     OutOfMemory,
-    Spread,
     add_device_options,
     attention_options,
-    can_measure_resident_peak,
     device_name,
-    interleaved,
     model_argument,
     peak_memory,
 )

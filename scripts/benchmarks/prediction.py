@@ -41,11 +41,11 @@ from lln_fairseq.terminal import at_least_one, program_parser, progress_bar, tex
 from lln_fairseq.text.special_symbols import BOS, EOS, NUM_SPECIAL, PAD
 from lln_fairseq.text.tokenizers import SentencePieceTokenizer, train_sentencepiece
 from lln_fairseq.text.vocabulary import new_vocabulary
+from lln_fairseq.timing import interleaved
 from lln_fairseq.training.malloc import disable_malloc_trim
 from scripts.benchmarks.meter import (
     attention_options,
     device_name,
-    interleaved,
     model_argument,
     output_file,
 )
@@ -152,36 +152,9 @@ def loaded_logits(model: Any, tokens: Tensor) -> Tensor:
     return model._class_logits(tokens.to(model._device)).cpu()
 
 
-def load_transformers(directory: Path, dtype: torch.dtype = torch.float32) -> Logits:
-    """Load an exported softmax model with torch's fused attention, and return its function from tokens to logits."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    model_class = transformers.AutoModelForSequenceClassification
-    model = model_class.from_pretrained(directory, attn_implementation="sdpa", dtype=dtype).eval()
-
-    @torch.no_grad()
-    def logits(tokens: Tensor) -> Tensor:
-        return model(input_ids=tokens, attention_mask=tokens.ne(PAD).long()).logits.float()
-
-    return logits
-
-
-def load_onnx(path: Path, threads: int) -> Logits:
-    """Load an exported model.onnx, and return its function from tokens to logits, which uses the CPU."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    # Otherwise its threads go on spinning after a call, and take time from the model that is timed next.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-
-    def logits(tokens: Tensor) -> Tensor:
-        inputs = {"input_ids": tokens.numpy(), "attention_mask": tokens.ne(PAD).long().numpy()}
-        return torch.from_numpy(session.run(None, inputs)[0])
-
-    return logits
+def tokens_to_logits(run: Callable[[dict[str, Tensor]], Tensor], tokens: Tensor) -> Tensor:
+    """Return the logits (B, classes) of a model in another runtime for tokens (B, N), padded with PAD."""
+    return run({"input_ids": tokens, "attention_mask": tokens.ne(PAD).long()})
 
 
 def build_models(directory: Path, data: Path, max_positions: int, args: argparse.Namespace) -> dict[str, Logits]:
@@ -190,6 +163,7 @@ def build_models(directory: Path, data: Path, max_positions: int, args: argparse
     The models of onnxruntime are not written if --without names all of them.
     """
     from lln_fairseq.conversion.export import export
+    from lln_fairseq.inference.runtimes import load_onnx, load_transformers
 
     has_onnx = all(importlib.util.find_spec(name) for name in ("onnxruntime", "onnxscript"))
     with_onnx = has_onnx and ONNX not in args.without
@@ -203,13 +177,14 @@ def build_models(directory: Path, data: Path, max_positions: int, args: argparse
         exported = directory / f"{attention}_hf"
         export(checkpoint, exported, data, onnx=with_onnx, int8=with_onnx)
         if attention == SOFTMAX:
-            models[SDPA] = load_transformers(exported)
-            models[SDPA_BFLOAT16] = load_transformers(exported, torch.bfloat16)
+            for name, dtype in ((SDPA, torch.float32), (SDPA_BFLOAT16, torch.bfloat16)):
+                run = load_transformers(exported, dtype, "cpu", attn_implementation="sdpa")
+                models[name] = functools.partial(tokens_to_logits, run)
         models |= load_checkpoint_models(checkpoint, data, attention)
         if with_onnx:
-            name = f"{ONNX}, {attention}"
-            models[name] = load_onnx(exported / "onnx/model.onnx", args.threads)
-            models[name + EIGHT_BITS] = load_onnx(exported / "onnx/model_quantized.onnx", args.threads)
+            for ending, file in (("", "onnx/model.onnx"), (EIGHT_BITS, "onnx/model_quantized.onnx")):
+                run = load_onnx(exported / file, args.threads)
+                models[f"{ONNX}, {attention}{ending}"] = functools.partial(tokens_to_logits, run)
     return {name: model for name, model in models.items() if not name.startswith(tuple(args.without))}
 
 

@@ -32,7 +32,8 @@ from lln_fairseq.ops.backends.triton.tiles import COLUMNS, LONG_BLOCK, MEASURED_
 from lln_fairseq.ops.dispatch import attend
 from lln_fairseq.ops.formula import AVERAGE, Inputs, Spec
 from lln_fairseq.terminal import at_least_one, program_parser, text_table
-from scripts.benchmarks.meter import captured, device_name, interleaved
+from lln_fairseq.timing import interleaved
+from scripts.benchmarks.meter import captured, device_name
 
 KERNELS = tuple(TILES)
 CANDIDATES = [Tile(*fields) for fields in itertools.product((16, 32, 64, 128), (4, 8), (1, 2, 3))]

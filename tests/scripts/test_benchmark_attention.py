@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from lln_fairseq.attention import ATTENTION_REGISTRY
+from lln_fairseq.timing import Spread
 from scripts.benchmarks import attention as benchmark
 from scripts.benchmarks import meter
-from scripts.benchmarks.meter import Spread, copy_bandwidth, peak_memory
+from scripts.benchmarks.meter import copy_bandwidth, peak_memory
 
 # Without memory, which takes a process for each attention.
 SMALL = ("--no-memory", "--lengths", "64", "128", "--heads", "2", "--head-dim", "32", "--repeats", "1")
