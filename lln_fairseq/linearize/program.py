@@ -28,9 +28,8 @@ from pathlib import Path
 from lln_fairseq.attention import MECHANISMS, reject_layer_mechanism
 from lln_fairseq.attention.registry import parse_config, parse_options
 from lln_fairseq.checkpoints.compatibility import is_finetuned
-from lln_fairseq.conversion.convert import CHECKPOINT, finetuning_command, write_converted_encoder
+from lln_fairseq.conversion.convert import CHECKPOINT, finetuning_command
 from lln_fairseq.conversion.from_fairseq import read_fairseq_checkpoint
-from lln_fairseq.conversion.imported_encoder import ImportedEncoder
 from lln_fairseq.errors import user_errors
 from lln_fairseq.linearize import teacher
 from lln_fairseq.linearize.classifier import ClassifierLinearization
@@ -39,10 +38,8 @@ from lln_fairseq.linearize.progress import Progress
 from lln_fairseq.linearize.softmax_layers import resolve_softmax_layers
 from lln_fairseq.linearize.stages import Linearization
 from lln_fairseq.linearize.text_encoder import HELD_OUT_COUNT, TextLinearization
-from lln_fairseq.models import LLNRobertaModel
-from lln_fairseq.models.adapt import ATTENTION_PARAMETERS
+from lln_fairseq.linearize.write import write_linear_model
 from lln_fairseq.models.lln_roberta import RobertaConfig
-from lln_fairseq.models.options import format_softmax_layers
 from lln_fairseq.training.malloc import disable_malloc_trim
 from lln_fairseq.training.recipes import attention_of_layout, layout_names
 
@@ -84,41 +81,24 @@ def linearize(args: argparse.Namespace) -> None:
         run = TextLinearization(args, progress, model, task)
     progress.create_directory()  # not earlier, so that bad input creates nothing
     run.train()
-    options = {f"{args.attention}_{key}": value for key, value in args.option.items()}
-    options["softmax_layers"] = format_softmax_layers(progress.softmax_layers or ())  # also if the teacher has others
-    options["attention"] = args.attention
-    if encoder is None:
-        teacher.write_classifier(model, task, options, args.teacher, args.data, args.out)
-    else:
-        encoder.options |= options
-        write_encoder(encoder, model, args.out)
+    write_linear_model(
+        model,
+        task,
+        encoder,
+        args.attention,
+        args.option,
+        progress.softmax_layers or [],
+        args.teacher,
+        args.data,
+        args.out,
+    )
+    if encoder is not None:
+        for note in encoder.notes:
+            print(note)
+        print("to fine-tune it, with TASK one of configs/glue:")
+        print(finetuning_command(args.out / CHECKPOINT, encoder.options["max_positions"]))
     progress.finish()
     print(f"{args.out / CHECKPOINT}: {args.attention}")
-
-
-def write_encoder(encoder: ImportedEncoder, model: LLNRobertaModel, out: Path) -> None:
-    """Write a linear encoder to OUT/model.pt, with its dictionary and tokenizer, and print how to fine-tune it.
-
-    Args:
-        encoder: the teacher as it was read from its checkpoint, with the options of the linear model; it gets the
-            parameters of `model`, in place
-        model: the linear model
-        out: an existing directory, which may hold other files
-    """
-    for name, parameter in model.state_dict().items():
-        if name in encoder.parameters or ATTENTION_PARAMETERS in name:
-            encoder.parameters[name] = parameter.cpu()
-    part = out / "part"
-    part.mkdir(exist_ok=True)
-    write_converted_encoder(encoder, part)
-    # The checkpoint is the last one, so that it is never in `out` without the other files.
-    for path in sorted(part.iterdir(), key=lambda path: path.name == CHECKPOINT):
-        path.replace(out / path.name)
-    part.rmdir()
-    for note in encoder.notes:
-        print(note)
-    print("to fine-tune it, with TASK one of configs/glue:")
-    print(finetuning_command(out / CHECKPOINT, encoder.options["max_positions"]))
 
 
 def main(argv: list[str]) -> None:

@@ -5,6 +5,8 @@ import copy
 import math
 import time
 from collections import deque
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
@@ -131,37 +133,13 @@ class Progress:
             except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as damage:
                 reason = first_line(damage)
                 raise UserError(f"{self.file}: the stage {name} is damaged ({reason}): {ADVICE}") from damage
-        recent_losses: deque[list[float]] = deque(maxlen=LOG_INTERVAL)
-        last_save = time.monotonic()
-        logs = str(self.args.out / "tensorboard" / name)
-        with (
-            # An earlier run may have logged steps after the last one that it saved.
-            SummaryWriter(logs, purge_step=trainer.step + 1) as writer,
-            progress_bar(name, trainer.steps, initial=trainer.step, leave=True) as bar,
-        ):
-            while trainer.step < trainer.steps:
-                recent_losses.append(trainer.train_step(texts, self.args.tokens, longest))
-                assert_finite(recent_losses[-1], name, f"in step {trainer.step}")
-                bar.update()
-                is_last = trainer.step == trainer.steps
-                if is_last or trainer.step % LOG_INTERVAL == 0:
-                    means = [sum(values) / len(recent_losses) for values in zip(*recent_losses, strict=True)]
-                    errors = [math.sqrt(mean) for mean in means]
-                    summary = f"relative error {sum(errors) / len(errors):.3f}"
-                    bar.set_postfix_str(summary, refresh=False)
-                    for layer, error in enumerate(errors):
-                        writer.add_scalar(f"{name}_error/layer_{layer:02d}", error, trainer.step)
-                is_due = trainer.step % SAVE_INTERVAL == 0 or time.monotonic() - last_save > SAVE_SECONDS
-                if is_last or is_due:
-                    last_save = time.monotonic()
-                    self.stages[name] = trainer.state()
-                    if is_last:
-                        del self.stages[name]["optimizer"]  # of no use to a finished stage
-                        self.stages[name] = copy.deepcopy(self.stages[name])  # because later stages change its tensors
-                    self.complete = False
-                    self.save()
-        if recent_losses:
-            print(f"{name}: {trainer.steps} steps, {summary}", flush=True)
+
+        def save(state: dict[str, Any]) -> None:
+            self.stages[name] = state
+            self.complete = False
+            self.save()
+
+        train_stage(name, trainer, texts, self.args.tokens, longest, self.args.out / "tensorboard" / name, save)
 
     def save_if_trained(self) -> None:
         """Save, unless no trainer has been saved yet: until then, OUT may still be used with other settings."""
@@ -178,6 +156,56 @@ class Progress:
             "complete": self.complete,
         }
         save_atomically(state, self.file)
+
+
+def train_stage(
+    name: str,
+    trainer: LayerwiseTrainer,
+    texts: Any,
+    tokens: int,
+    longest: int,
+    logs: Path,
+    save: Callable[[dict[str, Any]], None],
+) -> None:
+    """Train a stage from the trainer's current step to its end, and print the error of the last steps.
+
+    Args:
+        name: the stage, one of LR_OPTIONS
+        texts: what `LayerwiseTrainer.train_step` draws its batches from
+        tokens: about how many tokens a step has
+        longest: tokens of the longest texts
+        logs: TensorBoard's directory for the errors of all layers
+        save: called with the state of the trainer every SAVE_INTERVAL steps or SAVE_SECONDS, and at the end
+    """
+    recent_losses: deque[list[float]] = deque(maxlen=LOG_INTERVAL)
+    last_save = time.monotonic()
+    with (
+        # An earlier run may have logged steps after the last one that it saved.
+        SummaryWriter(str(logs), purge_step=trainer.step + 1) as writer,
+        progress_bar(name, trainer.steps, initial=trainer.step, leave=True) as bar,
+    ):
+        while trainer.step < trainer.steps:
+            recent_losses.append(trainer.train_step(texts, tokens, longest))
+            assert_finite(recent_losses[-1], name, f"in step {trainer.step}")
+            bar.update()
+            is_last = trainer.step == trainer.steps
+            if is_last or trainer.step % LOG_INTERVAL == 0:
+                means = [sum(values) / len(recent_losses) for values in zip(*recent_losses, strict=True)]
+                errors = [math.sqrt(mean) for mean in means]
+                summary = f"relative error {sum(errors) / len(errors):.3f}"
+                bar.set_postfix_str(summary, refresh=False)
+                for layer, error in enumerate(errors):
+                    writer.add_scalar(f"{name}_error/layer_{layer:02d}", error, trainer.step)
+            is_due = trainer.step % SAVE_INTERVAL == 0 or time.monotonic() - last_save > SAVE_SECONDS
+            if is_last or is_due:
+                last_save = time.monotonic()
+                state = trainer.state()
+                if is_last:
+                    del state["optimizer"]  # of no use to a finished stage
+                    state = copy.deepcopy(state)  # because later stages change its tensors
+                save(state)
+    if recent_losses:
+        print(f"{name}: {trainer.steps} steps, {summary}", flush=True)
 
 
 def assert_finite(values: list[float], stage: str, where: str) -> None:

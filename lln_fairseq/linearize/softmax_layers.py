@@ -102,15 +102,22 @@ def classifier_distance(model: Any, task: Any, rows: TaskRows) -> Distance:
         samples = (rows.sample(batch) for batch in rows.batches(numbers, TOKENS_PER_BATCH))
         return score_batches(model, task, rows.split, samples).logits.double()
 
-    def kl_divergence(logits: Tensor, teacher_logits: Tensor) -> Tensor:
-        return F.kl_div(
-            logits.log_softmax(dim=-1), teacher_logits.log_softmax(dim=-1), reduction="batchmean", log_target=True
-        )
-
     where = f"on {len(numbers)} rows of split '{rows.split}'"
     if task.cfg.regression_target:
         return Distance(f"mean squared error compared with the teacher {where}", outputs, F.mse_loss)
     return Distance(f"KL divergence from the teacher {where}", outputs, kl_divergence)
+
+
+def kl_divergence(logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    """Return KL(teacher ‖ model) of the class probabilities, averaged over the rows; the logits are (rows, classes)."""
+    return F.kl_div(
+        logits.log_softmax(dim=-1), teacher_logits.log_softmax(dim=-1), reduction="batchmean", log_target=True
+    )
+
+
+def relative_error(states: Tensor, teacher_states: Tensor) -> Tensor:
+    """Return ‖h - h'‖ / ‖h'‖ of hidden states or vectors."""
+    return (states - teacher_states).norm() / teacher_states.norm()
 
 
 def encoder_distance(model: Any, texts: TokenStream, length: int) -> Distance:
@@ -134,9 +141,6 @@ def encoder_distance(model: Any, texts: TokenStream, length: int) -> Distance:
     @torch.no_grad()
     def outputs() -> Tensor:
         return torch.cat([model(src_tokens=batch.to(device), features_only=True)[0] for batch in batches])
-
-    def relative_error(states: Tensor, teacher: Tensor) -> Tensor:
-        return (states - teacher).norm() / teacher.norm()
 
     return Distance(
         f"relative error of the last hidden state on {count} texts of split 'train'", outputs, relative_error

@@ -1,4 +1,4 @@
-"""Load the rows of a sentence prediction task as its classifier reads them, and make batches of them."""
+"""Make batches of rows of similar length: of texts, or of a sentence prediction task as its classifier reads them."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,6 +7,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lln_fairseq.errors import UserError, first_line
 
@@ -14,8 +15,86 @@ from lln_fairseq.errors import UserError, first_line
 GROUP_BATCHES = 8
 
 
-class TaskRows:
-    """The rows of one split of a sentence prediction task, from which batches of rows of similar length are made.
+class RowSampler:
+    """Makes batches of rows of similar length.
+
+    Attributes:
+        lengths: the number of tokens of each row, (rows,)
+    """
+
+    def __init__(self, lengths: np.ndarray) -> None:
+        self.lengths = lengths
+        self.order = lengths.argsort(kind="stable")  # the shortest row first
+        self.ends = lengths[self.order].cumsum()  # tokens up to and including each row in this order
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.lengths)
+
+    def draw_numbers(self, tokens: int, longest: int, generator: torch.Generator) -> np.ndarray:
+        """Draw a batch of distinct rows of similar length at random, and return their numbers, at least one.
+
+        All rows of at most `longest` tokens are drawn with about the same probability.
+
+        Args:
+            tokens: the maximum number of tokens in the batch, including padding; a single row may have more
+            longest: the maximum number of tokens of a row; at least one row must be this short
+            generator: the random generator
+        """
+        count = int(np.searchsorted(self.lengths[self.order], longest, side="right"))
+        ends = self.ends[:count]
+        total = int(ends[-1])
+        # The rows are divided into groups with equally many tokens. A random token chooses the group: a batch of long
+        # rows has fewer rows, so it must be drawn more often.
+        groups = max(1, total // (GROUP_BATCHES * tokens))
+        token = int(torch.randint(total, (), generator=generator))
+        end_of_row = int(ends[np.searchsorted(ends, token, side="right")])
+        group = (end_of_row - 1) * groups // total
+        first = int(np.searchsorted(ends, _ceil_divide(group * total, groups), side="right"))
+        stop = int(np.searchsorted(ends, _ceil_divide((group + 1) * total, groups), side="right"))
+        rows = max(1, tokens // int(self.lengths[self.order[stop - 1]]))
+        chosen = first + torch.randperm(stop - first, generator=generator)[:rows]
+        return self.order[chosen.numpy()]
+
+    def batches(self, numbers: np.ndarray, tokens: int) -> Iterator[np.ndarray]:
+        """Divide rows into batches of similar length, and yield the row numbers of each batch.
+
+        The shortest rows come first.
+
+        Args:
+            numbers: the numbers of the rows (rows,)
+            tokens: the maximum number of tokens in a batch, including padding; a single row may have more
+        """
+        ordered = numbers[self.lengths[numbers].argsort(kind="stable")]
+        batch: list[int] = []
+        for number in ordered:
+            if batch and (len(batch) + 1) * self.lengths[number] > tokens:
+                yield np.array(batch)
+                batch = []
+            batch.append(number)
+        if batch:
+            yield np.array(batch)
+
+
+class SampleRows(RowSampler):
+    """Rows that were encoded as token ids: `samples` has the ids of each row, int64 (N,)."""
+
+    def __init__(self, samples: Sequence[Tensor], pad: int) -> None:
+        super().__init__(np.array([len(sample) for sample in samples]))
+        self.samples = samples
+        self.pad = pad
+
+    def tokens(self, numbers: Sequence[int] | np.ndarray) -> Tensor:
+        """Return rows as ids (B, N), padded at the right, in the order of their numbers."""
+        return pad_sequence([self.samples[int(number)] for number in numbers], batch_first=True, padding_value=self.pad)
+
+    def mixed_batch(self, tokens: int, longest: int, generator: torch.Generator) -> Tensor:
+        """Draw a batch of ids (B, N) as `draw_numbers` does."""
+        return self.tokens(self.draw_numbers(tokens, longest, generator))
+
+
+class TaskRows(RowSampler):
+    """The rows of one split of a sentence prediction task.
 
     If the classifier encodes the two texts of a row separately, the length of the row is that of the longer text.
     """
@@ -45,15 +124,9 @@ class TaskRows:
             raise UserError(f"{self.directory} has no row in its split '{split}'")
         if "target" not in self.dataset[0]:
             raise UserError(f"split '{split}' of {self.directory} has no labels; prepare the data again")
-        self.lengths = np.maximum.reduce([np.asarray(sizes) for sizes in self.dataset.sizes])
+        super().__init__(np.maximum.reduce([np.asarray(sizes) for sizes in self.dataset.sizes]))
         if self.lengths.min() > longest:
             raise UserError(f"{self.directory} has no row of at most {longest} tokens in its split '{split}'")
-        self.order = self.lengths.argsort(kind="stable")  # the shortest row first
-        self.ends = self.lengths[self.order].cumsum()  # tokens up to and including each row in this order
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        return len(self.dataset)
 
     def sample(self, numbers: Sequence[int] | np.ndarray) -> dict[str, Any]:
         """Return rows as one batch in fairseq's form, a dict with `net_input` and `target`.
@@ -65,31 +138,8 @@ class TaskRows:
         return sample
 
     def draw(self, tokens: int, longest: int, generator: torch.Generator) -> dict[str, Any]:
-        """Draw a batch of distinct rows of similar length at random.
-
-        All rows of at most `longest` tokens are drawn with about the same probability.
-
-        Args:
-            tokens: the maximum number of tokens in the batch, including padding; a single row may have more
-            longest: the maximum number of tokens of a row; at least one row must be this short
-            generator: the random generator
-
-        Returns: the batch in fairseq's form, as `sample` returns it, with at least one row
-        """
-        count = int(np.searchsorted(self.lengths[self.order], longest, side="right"))
-        ends = self.ends[:count]
-        total = int(ends[-1])
-        # The rows are divided into groups with equally many tokens. A random token chooses the group: a batch of long
-        # rows has fewer rows, so it must be drawn more often.
-        groups = max(1, total // (GROUP_BATCHES * tokens))
-        token = int(torch.randint(total, (), generator=generator))
-        end_of_row = int(ends[np.searchsorted(ends, token, side="right")])
-        group = (end_of_row - 1) * groups // total
-        first = int(np.searchsorted(ends, _ceil_divide(group * total, groups), side="right"))
-        stop = int(np.searchsorted(ends, _ceil_divide((group + 1) * total, groups), side="right"))
-        rows = max(1, tokens // int(self.lengths[self.order[stop - 1]]))
-        chosen = first + torch.randperm(stop - first, generator=generator)[:rows]
-        return self.sample(self.order[chosen.numpy()])
+        """Draw a batch as `draw_numbers` does, and return it in fairseq's form, as `sample` returns it."""
+        return self.sample(self.draw_numbers(tokens, longest, generator))
 
     def mixed_batch(self, tokens: int, longest: int, generator: torch.Generator) -> Tensor:
         """Draw a batch as `draw` does, and return only what the encoder reads.
@@ -98,25 +148,6 @@ class TaskRows:
             separately
         """
         return encoder_tokens(self.draw(tokens, longest, generator), self.pad)
-
-    def batches(self, numbers: np.ndarray, tokens: int) -> Iterator[np.ndarray]:
-        """Divide rows into batches of similar length, and yield the row numbers of each batch.
-
-        The shortest rows come first.
-
-        Args:
-            numbers: the numbers of the rows (rows,)
-            tokens: the maximum number of tokens in a batch, including padding; a single row may have more
-        """
-        ordered = numbers[self.lengths[numbers].argsort(kind="stable")]
-        batch: list[int] = []
-        for number in ordered:
-            if batch and (len(batch) + 1) * self.lengths[number] > tokens:
-                yield np.array(batch)
-                batch = []
-            batch.append(number)
-        if batch:
-            yield np.array(batch)
 
 
 def _ceil_divide(number: int, divisor: int) -> int:

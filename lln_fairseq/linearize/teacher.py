@@ -1,6 +1,5 @@
-"""Load the teacher of linearize with its task, and write the linear model as a checkpoint of the same kind."""
+"""Load the teacher of linearize with its task."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -8,19 +7,10 @@ from fairseq.models.roberta import RobertaModel
 from fairseq.utils import split_paths
 from omegaconf import OmegaConf
 
-from lln_fairseq.checkpoints.compatibility import (
-    ANY_INPUTS,
-    dictionary_hash,
-    is_finetuned,
-    label_names,
-    takes_any_inputs,
-)
+from lln_fairseq.checkpoints.compatibility import is_finetuned, label_names
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION, parameter_sizes, plain_options, stored_options
-from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, plugin_state
-from lln_fairseq.checkpoints.run_tokenizer import FOLDER, directories, save_tokenizer
-from lln_fairseq.checkpoints.source_settings import settings_entries, stored_settings
-from lln_fairseq.conversion.convert import CHECKPOINT, checkpoint_at_update_0
-from lln_fairseq.conversion.directory import save_atomically
+from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
+from lln_fairseq.checkpoints.run_tokenizer import FOLDER, directories
 from lln_fairseq.conversion.imported_encoder import DICTIONARY
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import load_model
@@ -102,38 +92,3 @@ def _with_pluggable_attention(model: RobertaModel, task: Any) -> LLNRobertaModel
         copy.register_classification_head(name, head.out_proj.out_features, head.dense.out_features)
     copy.load_state_dict(model.state_dict())
     return copy.eval().to(next(model.parameters()).device)
-
-
-def write_classifier(
-    model: LLNRobertaModel, task: Any, options: dict[str, Any], teacher: Path, data: Path, out: Path
-) -> None:
-    """Write a linear classifier to OUT/model.pt, and its tokenizer and dictionaries to OUT/tokenizer.
-
-    Args:
-        model: the linear classifier
-        task: the teacher's task
-        options: the model options to write where they differ from the teacher's
-        teacher: the teacher's checkpoint; the options of its task are copied
-        data: the directory DATA; if it holds a sentence prediction task, it becomes the data directory in the options
-            of the task
-        out: an existing directory
-
-    Raises: UserError if the teacher's checkpoint cannot be read or model.pt cannot be written; OSError if the
-        tokenizer cannot be written.
-    """
-    teacher_state = load_checkpoint_lazily(str(teacher))
-    task_options = plain_options(stored_options(teacher_state)["task"])
-    if is_task_data(data):
-        task_options["data"] = os.path.abspath(data)
-    identity = {
-        "dictionary": dictionary_hash(task.source_dictionary),
-        "tokenizer": plugin_state(teacher_state).get("tokenizer", ""),
-        "labels": label_names(task),
-        **settings_entries(stored_settings(teacher_state)),
-    }
-    if takes_any_inputs(teacher_state):
-        identity["inputs"] = ANY_INPUTS
-    parameters = {name: value.cpu() for name, value in model.state_dict().items()}
-    state = checkpoint_at_update_0(parameters, {**plain_options(model.args), **options}, task_options, identity)
-    save_tokenizer(task, str(out), str(teacher))
-    save_atomically(state, out / CHECKPOINT)
