@@ -35,6 +35,11 @@ PROGRAMS = {
         "replace the softmax attention of a trained encoder",
         "interrupted; run the same command again to resume from the last saved step, if any",
     ),
+    "speedup": Program(
+        "speedup.program",
+        "find out whether a trained model can be faster on your rows",
+        "interrupted; run the same command again to continue",
+    ),
     "analyze": Program("analysis.analyze", "measure the attention of a trained model"),
 }
 

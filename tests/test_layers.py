@@ -69,6 +69,23 @@ ALLOWED_IMPORTS = {
         "text",
         "training",
     },
+    "speedup": {
+        "attention",
+        "checkpoints",
+        "conversion",
+        "errors",
+        "files",
+        "inference",
+        "linearize",
+        "ops",
+        "provenance",
+        "hub",
+        "scores",
+        "terminal",
+        "text",
+        "timing",
+        "training",
+    },
 }
 # These may import everything.
 PROGRAMS = {"__init__", "__main__", "analysis.analyze", "training.train", "training.hydra_callback"}

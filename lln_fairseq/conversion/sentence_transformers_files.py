@@ -194,14 +194,20 @@ def note_max_length(directory: Path, model_max_length: int, positions: int) -> l
 
     `model_max_length` is that of the tokenizer, which max_seq_length of SentenceTransformer replaces.
     """
+    longest = read_max_length(directory)
     name = "max_seq_length"
-    longest = _read_transformer_config(directory).get(name)
     if longest is None:
         name = "model_max_length"
         longest = model_max_length
-    if isinstance(longest, int) and longest < positions:
+    if longest < positions:
         return [f"texts are now cut at {positions} tokens, or at --positions, not at {name} ({longest})"]
     return []
+
+
+def read_max_length(directory: Path) -> int | None:
+    """Return max_seq_length, the number of tokens at which SentenceTransformer cuts texts; None if it is not stated."""
+    longest = _read_transformer_config(directory).get("max_seq_length")
+    return longest if isinstance(longest, int) else None
 
 
 def _read_transformer_config(directory: Path) -> dict[str, Any]:

@@ -46,7 +46,7 @@ TOKENIZERS = {
 }
 
 
-def make_model(kind, folder, headless=False, **options):
+def make_model(kind, folder, headless=False, positions=40, **options):
     """Save a model with large random weights and its tokenizer in `folder`, and return the model."""
     config_class, model_class, headless_class = CLASSES[kind]
     if headless:
@@ -60,10 +60,8 @@ def make_model(kind, folder, headless=False, **options):
         rows = make_sentencepiece(folder)
     if kind == "bert-sentencepiece":
         (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "XLMRobertaTokenizer"}))
-    if config_class is BertConfig:
-        positions = 40
-    else:
-        positions = 42  # two of them are not used
+    if config_class is not BertConfig:
+        positions += 2  # two of them are not used
         options = ROBERTA_IDS | options
     config = config_class(vocab_size=rows, max_position_embeddings=positions, **options)
     torch.manual_seed(0)

@@ -1,0 +1,205 @@
+"""Write what a search found: report.md, report.json, report.png and rows.tsv."""
+
+import json
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from lln_fairseq.files import write_bytes
+from lln_fairseq.provenance import describe_provenance, format_result
+from lln_fairseq.speedup.candidates import Candidate
+from lln_fairseq.speedup.quality import rows_needed
+from lln_fairseq.speedup.search import Entry, Search
+
+JSON = "report.json"
+
+
+def summarize(search: Search, entry: Entry | None, final: dict[str, Any] | None, chosen: bool) -> str:
+    """Return the last line: what was chosen, how fast and how good it is; or what came nearest and why it is a no."""
+    tokens = f"texts of {np.median(search.lengths):.0f} tokens"
+    if entry is None or final is None:
+        return f"no: nothing was both faster and good enough. {_nearest(search)}"
+    before, after = final["milliseconds"]["original"], final["milliseconds"]["model"]
+    quality = (
+        f"{final['metric']} {final['original']:.1f} -> {final['score']:.1f} on {final['rows']:,} rows that chose "
+        f"nothing (95 % interval of the drop: {final['drop']:.1f} ± {final['half_width']:.1f})"
+    )
+    speed = f"{before / after:.1f} times as fast ({before:.1f} -> {after:.1f} ms for {tokens})"
+    if not chosen:
+        return f"no: {entry.model} in {entry.runtime} is {speed}, but loses too much: {quality}"
+    return f"yes: {entry.model} in {entry.runtime} is {speed}; {quality}"
+
+
+def _nearest(search: Search) -> str:
+    """Return a sentence about the entry that came nearest."""
+    scored = [entry for entry in search.entries[1:] if entry.drop is not None]
+    if scored:
+        best = min(scored, key=lambda entry: entry.drop if math.isfinite(entry.drop or 0.0) else math.inf)
+        speed = search.milliseconds / best.milliseconds
+        return f"The nearest is {best.name}: {speed:.1f} times as fast, and it loses {best.drop:.1f} points."
+    timed = search.entries[1:]
+    if not timed:
+        return "Nothing else could be tried."
+    fastest = min(timed, key=lambda entry: entry.milliseconds)
+    return f"The fastest is {fastest.name}, with {search.milliseconds / fastest.milliseconds:.2f} times the speed."
+
+
+def caveats(search: Search, final: dict[str, Any] | None) -> list[str]:
+    """Return what a reader of the numbers must know."""
+    lines = list(search.notes)
+    lines.append("If the classifier was trained with these rows, they flatter it: give rows that it has not seen.")
+    if final is not None and final["half_width"] > final["limit"] > 0:
+        needed = rows_needed(final["rows"], final["half_width"], final["limit"])
+        lines.append(
+            f"The interval is wider than the limit of {final['limit']:g} points: it would take about {needed:,} rows "
+            "that report to tell such a drop from none."
+        )
+    return lines
+
+
+def commands(search: Search, entry: Entry) -> list[str]:
+    """Return the commands that do by hand what led to an entry."""
+    args = search.args
+    model, rows = str(args.model), str(args.rows or args.texts)
+    lines = [["lln-fairseq", "convert", model, "steps/softmax", "--attention", "softmax"]]
+    exported = "steps/softmax/model.pt"
+    candidate: Candidate | None = entry.details.get("candidate")
+    if candidate is not None:
+        data = "steps/rows"
+        if args.texts:
+            words = ["python", "-m", "data_prep.wikitext103", "--source", "FOLDER_WITH_WIKI_TRAIN_AND_VALID_RAW"]
+            lines.append([*words, "--tokenizer", "steps/softmax", "--out", data])
+        else:
+            words = ["python", "-m", "data_prep.tsv", "--train", rows, "--valid", rows, "--text", *args.text]
+            words += ["--label", args.label or "A_COLUMN_OF_LABELS", "--tokenizer", "steps/softmax", "--out", data]
+            words += ["--labels", "steps/softmax"] if search.teacher.labels else ["--regression"]
+            lines.append(words)
+        options = [f"{key}={json.dumps(value).strip(chr(34))}" for key, value in candidate.options.items()]
+        words = ["lln-fairseq", "linearize", exported, data, "steps/linear", "--attention", candidate.attention]
+        steps = str(entry.details.get("steps", 0))
+        words += ["--option", *options, "--steps", steps, "--distill", steps, "--seed", str(args.seed)]
+        words += ["--tokens", str(search.linearizer.tokens)]
+        if candidate.softmax_layers:
+            words += ["--softmax-layers", candidate.softmax_layers]
+        lines.append(words)
+        exported = "steps/linear/model.pt"
+    words = ["lln-fairseq", "export", exported, "steps/exported"]
+    if "onnx" in entry.runtime:
+        words.append("--int8" if "8 bits" in entry.runtime else "--onnx")
+    lines.append(words)
+    return [shlex.join(words) for words in lines]
+
+
+def write_reports(
+    search: Search, entry: Entry | None, final: dict[str, Any] | None, chosen: bool, last_line: str
+) -> None:
+    """Write the four files to OUT; `entry` is what was measured on the rows that report, and `chosen` if it passed."""
+    out: Path = search.args.out
+    if entry is not None:
+        _write_rows(search, entry, out / "rows.tsv")
+    lines = caveats(search, final)
+    write_bytes(out / "report.md", _markdown(search, entry, lines, last_line).encode())
+    _draw(search, entry if chosen else None, out / "report.png")
+    lengths = search.lengths
+    tokens = {"median": np.median(lengths), "90 %": np.quantile(lengths, 0.9), "longest": lengths.max()}
+    content = {
+        "chosen": entry.name if chosen and entry else None,
+        "summary": last_line,
+        "report": final,
+        "notes": lines,
+        "seed": search.args.seed,
+        "rows": {split: len(numbers) for split, numbers in search.scored.items()},
+        "tokens": {name: int(value) for name, value in tokens.items()},
+        "minutes": round(search.journal.seconds() / 60, 1),
+        "commands": commands(search, entry) if entry else [],
+        "models": [_describe(row) for row in search.entries],
+    }
+    write_bytes(out / JSON, format_result(content, describe_provenance()).encode())
+
+
+def _describe(entry: Entry) -> dict[str, Any]:
+    candidate: Candidate | None = entry.details.get("candidate")
+    row: dict[str, Any] = {"model": entry.model, "runtime": entry.runtime}
+    row |= {"milliseconds": round(entry.milliseconds, 2), "memory_mb": entry.memory}
+    row |= {"score": entry.score, "drop": entry.drop}
+    if candidate is not None:
+        row |= {"attention": candidate.attention, "options": candidate.options}
+        row |= {key: entry.details[key] for key in ("distance", "steps", "layers") if key in entry.details}
+    return row
+
+
+def _write_rows(search: Search, entry: Entry, path: Path) -> None:
+    """Write the outputs of the original and of an entry for every row that reports."""
+    original = search.quality("report").original
+    outputs = search.outputs_of(entry.name, search.load(entry), "report")
+    lines = ["row\tlabel\toriginal\tmodel"]
+    for place, number in enumerate(search.scored["report"]):
+        label = search.rows.labels[number] if search.rows.labels else ""
+        lines.append(f"{number + 1}\t{label}\t{_cell(search, original[place])}\t{_cell(search, outputs[place])}")
+    write_bytes(path, ("\n".join(lines) + "\n").encode())
+
+
+def _cell(search: Search, output: Tensor) -> str:
+    if search.teacher.labels:
+        return search.teacher.labels[int(output.argmax())]
+    return " ".join(f"{value:.5g}" for value in output.tolist()[:1]) if not search.is_encoder else ""
+
+
+def _markdown(search: Search, entry: Entry | None, lines: list[str], last_line: str) -> str:
+    metric = search.quality("choose").name
+    text = [f"# {search.args.model}", "", last_line, ""]
+    text += [
+        f"| model | runtime | ms per text | times as fast | memory, MB | {metric} | drop |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in search.entries:
+        score = "" if row.score is None else f"{row.score:.1f}"
+        drop = "" if row.drop is None else f"{row.drop:.1f}"
+        memory = "" if row.memory is None else f"{row.memory:.0f}"
+        speed = search.milliseconds / row.milliseconds
+        text.append(
+            f"| {row.model} | {row.runtime} | {row.milliseconds:.1f} | {speed:.2f} | {memory} | {score} | {drop} |"
+        )
+    median, high = np.median(search.lengths), np.quantile(search.lengths, 0.9)
+    text += [
+        "",
+        f"Median time of a text, {search.args.batch} at once. Rows have {median:.0f} tokens (median), {high:.0f} "
+        f"(90 %) and {search.lengths.max()} (longest). Memory is that of the longest text, without weights. The scores "
+        f"are those of {len(search.scored['choose']):,} rows that choose; the first line has others.",
+        "",
+        *(f"- {line}" for line in lines),
+    ]
+    if entry is not None:
+        text += ["", "By hand, in a checkout:", "", "```bash", *commands(search, entry), "```"]
+    return "\n".join(text) + "\n"
+
+
+def _draw(search: Search, chosen: Entry | None, path: Path) -> None:
+    """Draw the score against the time of every model that was scored."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for entry in search.entries:
+        if entry.score is None or not math.isfinite(entry.score):
+            continue
+        is_original = entry is search.entries[0]
+        marker, color = ("s", "black") if is_original else ("*", "C2") if entry is chosen else ("o", "C0")
+        axes.plot(entry.milliseconds, entry.score, marker, color=color, markersize=14 if entry is chosen else 8)
+        label = "original" if is_original else entry.name
+        axes.annotate(label, (entry.milliseconds, entry.score), xytext=(8, 4), textcoords="offset points", fontsize=8)
+    quality = search.quality("choose")
+    axes.axhline(quality.score(quality.original) - quality.limit, color="gray", linestyle=":", label="limit")
+    axes.set_xlabel("ms per text")
+    axes.set_ylabel(f"{quality.name} on rows that choose")
+    axes.margins(x=0.3, y=0.15)
+    axes.set_xlim(left=0)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,495 @@
+"""The search for a faster model, from the rows to the choice. Every step is done once, see `Journal`."""
+
+import argparse
+import shutil
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lln_fairseq.checkpoints.config import STOCK_ATTENTION
+from lln_fairseq.conversion.convert import CHECKPOINT, convert
+from lln_fairseq.conversion.export import export
+from lln_fairseq.conversion.sentence_transformers_files import locate_model, read_max_length
+from lln_fairseq.errors import UserError
+from lln_fairseq.inference.text_model import TextModel, load_text_model
+from lln_fairseq.ops.backends import cpu
+from lln_fairseq.ops.formula import DIAG, Spec
+from lln_fairseq.speedup.candidates import Candidate, Linearizer, candidates_for, parse_candidate
+from lln_fairseq.speedup.journal import Journal
+from lln_fairseq.speedup.quality import Accuracy, Agreement, Correlation, Cosine, Ndcg, Quality
+from lln_fairseq.speedup.rows import MOST, MOST_ROWS, Rows, number_labels, split_rows
+from lln_fairseq.speedup.runtimes import (
+    ONNX,
+    ONNX_INT8,
+    OWN,
+    REPEATS,
+    TRANSFORMERS,
+    Outputs,
+    compute_outputs,
+    half_precisions,
+    load_served,
+    memory_of,
+    own_runtime,
+    time_each,
+)
+from lln_fairseq.terminal import print_status, progress_bar
+from lln_fairseq.text.pairs import first_segment_lengths
+from lln_fairseq.text.samples import cut_sample
+from lln_fairseq.text.special_symbols import EOS
+
+UNCHANGED = "unchanged"
+EXPORTED = "exported"
+STEPS = 400  # of each stage, if there is time
+FEW_STEPS = 50  # fewer are not worth the time
+TRAINED = 3  # candidates, at most
+WORTH = 1.1  # a model is faster if it takes this fraction of the time
+SCORING_SHARE = 0.05  # of the minutes, for the original on the rows that choose, or on those that report
+TIMING_SHARE = 0.02  # for the times of a model
+TIMED_BATCHES = (5, 15)  # fewest and most
+ONNX_SECONDS = 240  # that must be left to write and check the ONNX files
+FREE_COPIES = 12  # of the original, which the disk must have room for
+
+
+@dataclass
+class Entry:
+    """A model in a runtime.
+
+    Attributes:
+        model: UNCHANGED, or the name of a candidate.
+        runtime: one of runtimes.py.
+        directory: the directory to serve, or a checkpoint for OWN.
+        milliseconds: per text.
+        memory: of a call with the longest text, in MB.
+        score, drop: on the rows that choose; None if it was not scored.
+        details: what else the report says.
+    """
+
+    model: str
+    runtime: str
+    directory: Path
+    milliseconds: float
+    memory: float | None
+    score: float | None = None
+    drop: float | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, {self.runtime}"
+
+
+class Search:
+    """A search for a faster model. `run` returns the choice.
+
+    Attributes:
+        notes: sentences for the report.
+        entries: all models that were timed.
+    """
+
+    def __init__(self, args: argparse.Namespace, journal: Journal, rows: Rows) -> None:
+        self.args = args
+        self.journal = journal
+        self.rows = rows.first(MOST_ROWS)
+        self.budget = 60 * args.minutes
+        self.notes: list[str] = []
+        if len(rows) > MOST_ROWS:
+            self.notes.append(f"Only the first {MOST_ROWS:,} of {len(rows):,} rows were used.")
+        self.entries: list[Entry] = []
+        self.qualities: dict[str, Quality] = {}
+        self.folder = journal.folder
+        self.checkpoint = self.folder / "softmax" / CHECKPOINT
+
+    def run(self) -> Entry | None:
+        """Return the fastest model that is good enough on the rows that choose, or None."""
+        self._require_space()
+        self.prepare()
+        self.try_runtimes()
+        self.try_attentions()
+        return self.choose()
+
+    def left(self) -> float:
+        """Return the seconds that are left of --minutes."""
+        return self.budget - self.journal.seconds()
+
+    def _require_space(self) -> None:
+        model = self.args.model
+        files = [model] if model.is_file() else [path for path in model.rglob("*") if path.is_file()]
+        needed = FREE_COPIES * max(path.stat().st_size for path in files)
+        free = shutil.disk_usage(self.folder).free
+        if free < needed and not self.checkpoint.exists():
+            raise UserError(f"{self.args.out}: the search needs {needed / 1e6:,.0f} MB, and {free / 1e6:,.0f} are free")
+
+    # The original and its rows
+
+    def prepare(self) -> None:
+        """Load the original, check and split the rows, and measure the original on them."""
+        if not self.checkpoint.exists():
+            convert(self.args.model, self.checkpoint.parent, attention=STOCK_ATTENTION)
+        self.teacher: TextModel = load_text_model(self.checkpoint)
+        if not self.teacher.finetuned and not self.teacher.is_sentence_encoder:
+            raise UserError(f"{self.args.model} is a masked language model: fine-tune it first")
+        self.is_encoder = not self.teacher.finetuned
+        if self.is_encoder != (self.args.texts is not None):
+            kind, option = ("an encoder", "--texts") if self.is_encoder else ("a classifier", "--rows and --text")
+            raise UserError(f"{self.args.model} is {kind}: give {option}")
+        self.numbers: np.ndarray | None = None
+        if self.rows.labels is not None:
+            self.numbers = number_labels(self.rows.labels, self.teacher.labels, self.args.label)
+        self.original = self.load_original()
+        self._measure_lengths()
+        self.splits = split_rows(self.rows, self.args.seed)
+        self.timed = self._choose_timed_batches()
+        model = self.original
+        measured = self.journal.once("original", lambda: self._measure(model))
+        self.milliseconds: float = measured["milliseconds"]
+        most = int(SCORING_SHARE * self.budget / (self.milliseconds / 1000))
+        counts = {split: min(MOST[split], max(most, 100)) for split in MOST}
+        self.scored = {split: self.splits[split][: counts[split]] for split in MOST}
+        self.entries.append(Entry(UNCHANGED, TRANSFORMERS, self.args.model, **measured, score=None, drop=0.0))
+        train = [self.samples[number] for number in self.splits["train"]]
+        self.linearizer = Linearizer(self.teacher, self.checkpoint, train, self.args.seed)
+        print_status(
+            f"{self.args.model}: {self.milliseconds:.1f} ms per text of {np.median(self.lengths):.0f} tokens in "
+            f"{TRANSFORMERS}; of {len(self.rows):,} rows, {len(train):,} train, {len(self.scored['choose']):,} choose "
+            f"and {len(self.scored['report']):,} report"
+        )
+
+    def load_original(self) -> Outputs:
+        """Load the original as its owner runs it; a checkpoint of fairseq as its export."""
+        self.longest = self.teacher.longest
+        directory: Path = self.args.model
+        if directory.is_file():
+            directory = self.folder / "stock"
+            if not directory.exists():
+                export(self.checkpoint, directory)
+        self.longest = min(self.longest, _own_limit(directory))
+        return load_served(directory, TRANSFORMERS, self.longest, self.is_encoder)
+
+    def _measure_lengths(self) -> None:
+        samples = self.teacher.ids.encode_rows(self.rows.texts)
+        too_long = sum(len(sample) > self.longest for sample in samples)
+        if 2 * too_long > len(samples):
+            raise UserError(
+                f"{too_long:,} of {len(samples):,} rows have more than the {self.longest} tokens that "
+                f"{self.args.model} reads: `lln-fairseq convert --positions N` makes a longer one, to be fine-tuned"
+            )
+        if too_long:
+            self.notes.append(f"{too_long:,} of {len(samples):,} rows are cut to the model's {self.longest} tokens.")
+        self.samples = [cut_sample(sample, self.longest) for sample in samples]
+        self.lengths = np.array([len(sample) for sample in self.samples])
+        pair_form = self.teacher.model.args.pair_form
+        firsts = [first_segment_lengths(sample[None], EOS, pair_form) for sample in self.samples]
+        self.first_lengths = torch.cat(firsts).numpy()
+
+    def _choose_timed_batches(self) -> list[list[tuple[str, ...]]]:
+        """Return batches of the rows that choose whose lengths are spread evenly over those of all of them."""
+        numbers = self.splits["choose"]
+        ordered = numbers[self.lengths[numbers].argsort(kind="stable")]
+        middle = [self.rows.texts[ordered[len(ordered) // 2]]]
+        trial = self.journal.once("trial", lambda: time_each({TRANSFORMERS: self.original}, [middle])[TRANSFORMERS])
+        few, most = TIMED_BATCHES
+        seconds = 2 * (REPEATS + 1) * self.args.batch * trial[0] / 1000  # for a batch, beside the original
+        count = int(np.clip(TIMING_SHARE * self.budget / seconds, few, most))
+        places = np.linspace(0, len(ordered) - self.args.batch, count).round().astype(int)
+        return [[self.rows.texts[number] for number in ordered[place : place + self.args.batch]] for place in places]
+
+    @cached_property
+    def longest_text(self) -> list[tuple[str, ...]]:
+        return [self.rows.texts[int(self.lengths.argmax())]]
+
+    def _measure(self, model: Outputs) -> dict[str, Any]:
+        """Return the memory and the milliseconds per text of the original."""
+        memory = memory_of(model, self.longest_text)
+        times = time_each({TRANSFORMERS: model}, self.timed)[TRANSFORMERS]
+        return {"milliseconds": statistics.median(times), "memory": memory}
+
+    def time_beside(self, model: Outputs) -> float:
+        """Return the milliseconds per text of a model: the original's, times the quotient in interleaved calls."""
+        times = time_each({"original": self.original, "model": model}, self.timed)
+        shares = [own / original for own, original in zip(times["model"], times["original"], strict=True)]
+        return self.milliseconds * statistics.median(shares)
+
+    # Quality
+
+    def outputs_of(self, name: str, model: Outputs, split: str) -> Tensor:
+        """Return the outputs of a model for the rows of a split that are scored."""
+        texts = [self.rows.texts[number] for number in self.scored[split]]
+
+        def compute() -> Tensor:
+            with progress_bar(f"{name}: rows that {split}", len(texts), "row") as bar:
+                return compute_outputs(model, texts, bar.update)
+
+        return self.journal.tensor_once(f"{split} {name}".replace("/", " "), compute)
+
+    def quality(self, split: str) -> Quality:
+        if split not in self.qualities:
+            self.qualities[split] = self._make_quality(split)
+        return self.qualities[split]
+
+    def _make_quality(self, split: str) -> Quality:
+        original = self.outputs_of(UNCHANGED, self.original, split)
+        rows = self.scored[split]
+        against_original = 100 - self.args.min_agreement
+        if self.is_encoder:
+            return Cosine(original, against_original)
+        if self.numbers is None:
+            if self.teacher.labels:
+                return Agreement(original, against_original)
+            return Correlation(original, against_original, original.view(-1).numpy())
+        targets = self.numbers[rows]
+        if self.teacher.labels:
+            return Accuracy(original, self.args.max_drop, targets)
+        if self.rows.groups is not None:
+            return Ndcg(original, self.args.max_drop, targets, [self.rows.groups[row] for row in rows])
+        return Correlation(original, self.args.max_drop, targets)
+
+    def score(self, entry: Entry) -> None:
+        """Set the score and the drop of an entry on the rows that choose."""
+        quality = self.quality("choose")
+
+        def compute() -> list[float]:
+            outputs = self.outputs_of(entry.name, self.load(entry), "choose")
+            return [quality.score(outputs), quality.drop(outputs)]
+
+        entry.score, entry.drop = self.journal.once(f"score of {entry.name}", compute)
+        print_status(f"{entry.name}: {entry.milliseconds:.1f} ms, {quality.name} {entry.score:.1f} on rows that choose")
+
+    def is_good(self, entry: Entry) -> bool:
+        return entry.drop is not None and entry.drop <= self.quality("choose").limit
+
+    def load(self, entry: Entry) -> Outputs:
+        if entry.runtime == OWN:
+            return own_runtime(load_text_model(entry.directory))
+        return load_served(entry.directory, entry.runtime, self.longest, self.is_encoder)
+
+    # The same attention in another runtime
+
+    def try_runtimes(self) -> None:
+        """Time and score the unchanged model in other runtimes and precisions."""
+        self.entries[0].score = self.quality("choose").score(self.quality("choose").original)
+        directory = self.folder / UNCHANGED
+        runtimes = half_precisions()
+        if torch.cuda.is_available():
+            self.notes.append("ONNX was not tried, because there is a GPU.")
+        elif not all(find_spec(package) for package in ("onnxruntime", "onnxscript")):
+            self.notes.append("ONNX was not tried: `pip install -e '.[onnx]'` installs it.")
+        elif self.left() < ONNX_SECONDS and not directory.exists():
+            self.notes.append("ONNX was not tried: it needs about four minutes of --minutes.")
+        else:
+            runtimes += [ONNX, ONNX_INT8]
+        with_onnx = ONNX in runtimes
+        if runtimes and not directory.exists():
+            print_status("exporting the unchanged model")
+            export(self.checkpoint, directory, onnx=with_onnx, int8=with_onnx)
+        for entry in self.time_runtimes(UNCHANGED, directory, runtimes):
+            if self.is_faster(entry):
+                self.score(entry)
+
+    def time_runtimes(self, name: str, directory: Path, runtimes: Sequence[str]) -> list[Entry]:
+        """Return a model in each runtime as entries, which are also added to `entries`, and time them."""
+        entries = []
+        for runtime in runtimes:
+            entry = Entry(name, runtime, directory, 0.0, None)
+            measured = self.journal.once(f"times of {entry.name}", lambda entry=entry: self._time_entry(entry))
+            entry.milliseconds, entry.memory = measured
+            entries.append(entry)
+        self.entries += entries
+        return entries
+
+    def _time_entry(self, entry: Entry) -> tuple[float, float | None]:
+        model = self.load(entry)
+        memory = memory_of(model, self.longest_text)
+        return self.time_beside(model), memory
+
+    def is_faster(self, entry: Entry) -> bool:
+        """Return True if an entry is faster than the original and all that are good enough, by WORTH."""
+        good = [self.milliseconds, *(other.milliseconds for other in self.entries if self.is_good(other))]
+        return WORTH * entry.milliseconds <= min(good)
+
+    # Other attentions
+
+    def try_attentions(self) -> None:
+        """Time the candidates, train those that are faster, and score them."""
+        if self.args.attentions:
+            candidates = [parse_candidate(spec) for spec in self.args.attentions]
+        else:
+            candidates = candidates_for(self.lengths, self.first_lengths)
+        if candidates and not torch.cuda.is_available():
+            attention = self.teacher.model.encoder.sentence_encoder.layers[0].self_attn
+            reason = cpu.reason_against(Spec(DIAG), torch.empty(1, 1, 1, attention.head_dim))
+            if reason is not None:
+                self.notes.append(f"The other attentions would be about twice as fast with our kernels. {reason}")
+        timed: list[Candidate] = []
+        slowest = 0.0
+        for candidate in candidates:
+            if self.left() < slowest:
+                self.notes.append(f"There was no time for {candidate.name}. More --minutes would allow it.")
+                continue
+            slowest = max(slowest, self.swap(candidate).details["seconds"])
+            timed.append(candidate)
+        selected = self.select(timed)
+        for candidate in selected:
+            self.train(candidate)
+        if selected and not self.args.attentions:
+            self.restore_softmax(selected)
+
+    def swap(self, candidate: Candidate) -> Entry:
+        """Time a candidate without training, and return its fastest runtime."""
+        folder = self.folder / candidate.folder
+
+        def compute() -> dict[str, Any]:
+            start = self.journal.seconds()
+            print_status(f"{candidate.name}: swapped in without training")
+            shutil.rmtree(folder, ignore_errors=True)
+            result = self.linearizer.swap(candidate, folder)
+            result["runtimes"] = self._export(folder)
+            result["seconds"] = self.journal.seconds() - start
+            return result
+
+        result = self.journal.once(f"swap of {candidate.name}", compute)
+        directory = folder / EXPORTED
+        if result["runtimes"] == [OWN]:
+            directory = folder / CHECKPOINT
+        entries = self.time_runtimes(candidate.name, directory, result["runtimes"])
+        for entry in entries:
+            entry.details = {"candidate": candidate, **result}
+        return min(entries, key=lambda entry: entry.milliseconds)
+
+    def _export(self, folder: Path) -> list[str]:
+        """Export FOLDER/model.pt, and return the runtimes to try, or OWN if the attention cannot be exported."""
+        try:
+            export(folder / CHECKPOINT, folder / EXPORTED, onnx=self.args.onnx)
+        except UserError as error:
+            self.notes.append(f"{folder.name} cannot be exported, so it is never chosen: {error}")
+            return [OWN]
+        return [TRANSFORMERS, *half_precisions(), *([ONNX] if self.args.onnx else [])]
+
+    def entries_of(self, candidate: Candidate) -> list[Entry]:
+        return [entry for entry in self.entries if entry.model == candidate.name]
+
+    def fastest_of(self, candidate: Candidate) -> Entry:
+        return min(self.entries_of(candidate), key=lambda entry: entry.milliseconds)
+
+    def training_seconds(self, candidate: Candidate) -> tuple[float, float]:
+        """Return the time of training a candidate for STEPS, and that of exporting and scoring it."""
+        entry = self.fastest_of(candidate)
+        training = STEPS * sum(entry.details["step_seconds"].values())
+        scoring = entry.milliseconds / 1000 * len(self.scored["choose"])
+        return training, entry.details["seconds"] + scoring
+
+    def steps_for(self, candidates: Sequence[Candidate]) -> int:
+        """Return how many steps of each stage there is time for, if all of these are trained; at most STEPS."""
+        costs = [self.training_seconds(candidate) for candidate in candidates]
+        reporting = 2 * self.milliseconds / 1000 * len(self.scored["report"]) + 30
+        left = self.left() - reporting - sum(fixed for _, fixed in costs)
+        return int(np.clip(STEPS * left / sum(training for training, _ in costs), 0, STEPS))
+
+    def select(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Return the candidates to train, the nearest to the original first, and plan their steps."""
+        if self.args.attentions:
+            faster = list(candidates)
+        else:
+            faster = [candidate for candidate in candidates if self.is_faster(self.fastest_of(candidate))]
+            faster.sort(key=lambda candidate: self.fastest_of(candidate).details["distance"])
+            faster = faster[:TRAINED]
+
+        def plan() -> dict[str, int]:
+            chosen = list(faster)
+            while len(chosen) > 1 and not self.args.attentions and self.steps_for(chosen) < STEPS / 2:
+                chosen.pop()
+            steps = self.steps_for(chosen) if chosen else 0
+            return {candidate.name: steps for candidate in chosen if steps >= FEW_STEPS}
+
+        self.plan: dict[str, int] = self.journal.once("plan", plan)
+        left_out = [candidate.name for candidate in faster if candidate.name not in self.plan]
+        if left_out:
+            self.notes.append(f"There was no time to train: {', '.join(left_out)}. More --minutes would allow it.")
+        return [candidate for candidate in faster if candidate.name in self.plan]
+
+    def train(self, candidate: Candidate) -> Entry:
+        """Train a candidate, and return its fastest entry, which is scored."""
+        folder = self.folder / candidate.folder
+        steps = self.plan[candidate.name]
+
+        def compute() -> list[int]:
+            print_status(f"{candidate.name}: training, {steps} steps")
+            layers = self.linearizer.train(candidate, {"transfer": steps, "distillation": steps}, folder)
+            shutil.rmtree(folder / EXPORTED, ignore_errors=True)
+            self._export(folder)
+            return layers
+
+        layers = self.journal.once(f"training of {candidate.name}", compute)
+        for entry in self.entries_of(candidate):
+            entry.details |= {"steps": steps, "layers": layers}
+        entry = self.fastest_of(candidate)
+        self.score(entry)
+        return entry
+
+    def restore_softmax(self, trained: Sequence[Candidate]) -> None:
+        """If no trained candidate is good enough, give the best one softmax in one layer, and then in two."""
+        plain = [candidate for candidate in trained if not candidate.num_softmax_layers]
+        if not plain or any(self.is_good(self.fastest_of(candidate)) for candidate in trained):
+            return
+        best = min(plain, key=lambda candidate: self.fastest_of(candidate).drop or 0.0)
+        for count in (1, 2):
+            candidate = best.with_softmax(count)
+            if candidate in trained:
+                continue
+            entry = self.swap(candidate)
+            if not self.is_faster(entry):
+                return
+            steps = self.journal.once(f"plan of {candidate.name}", lambda: self.steps_for([candidate]))  # noqa: B023
+            if steps < FEW_STEPS:
+                self.notes.append(f"There was no time to train: {candidate.name}. More --minutes would allow it.")
+                return
+            self.plan[candidate.name] = steps
+            if self.is_good(self.train(candidate)):
+                return
+
+    # The choice
+
+    def choose(self) -> Entry | None:
+        """Return the fastest entry that is good enough and can be served, or None."""
+        good = [entry for entry in self.entries[1:] if entry.runtime != OWN and self.is_good(entry)]
+        faster = [entry for entry in good if WORTH * entry.milliseconds <= self.milliseconds]
+        return min(faster, key=lambda entry: entry.milliseconds, default=None)
+
+    def report_on(self, entry: Entry) -> dict[str, Any]:
+        """Measure an entry once more, on the rows that report: times beside the original, scores and their interval."""
+        model = self.load(entry)
+        quality = self.quality("report")
+        outputs = self.outputs_of(entry.name, model, "report")
+
+        def compute() -> dict[str, Any]:
+            times = time_each({"original": self.original, "model": model}, self.timed)
+            return {name: statistics.median(passed) for name, passed in times.items()}
+
+        result = {
+            "milliseconds": self.journal.once("final times", compute),
+            "metric": quality.name,
+            "rows": len(outputs),
+            "original": quality.score(quality.original),
+            "score": quality.score(outputs),
+            "drop": quality.drop(outputs),
+            "half_width": quality.half_width(outputs),
+            "limit": quality.limit,
+        }
+        if isinstance(quality, Cosine):
+            result["same_neighbor"] = quality.same_neighbor(outputs)
+        return result
+
+
+def _own_limit(directory: Path) -> int:
+    """Return the number of tokens at which the tokenizer of the original cuts texts, whatever its positions are."""
+    from transformers import AutoTokenizer
+
+    longest = read_max_length(locate_model(directory)[1])
+    return longest or int(AutoTokenizer.from_pretrained(directory).model_max_length)

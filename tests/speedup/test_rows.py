@@ -1,0 +1,56 @@
+"""Tests of the rows of a search: how they are split, and how labels are numbered."""
+
+import numpy as np
+import pytest
+
+from lln_fairseq.errors import UserError
+from lln_fairseq.speedup.rows import Rows, number_labels, read_texts, split_rows
+
+
+def test_splits_are_disjoint_complete_and_follow_the_seed():
+    rows = Rows([("a question", f"passage {number}") for number in range(1000)])
+    splits = split_rows(rows, seed=1)
+    assert sorted(np.concatenate(list(splits.values()))) == list(range(1000))
+    assert {split: len(numbers) for split, numbers in splits.items()} == {"report": 400, "choose": 200, "train": 400}
+    assert (split_rows(rows, seed=1)["report"] == splits["report"]).all()
+    assert sorted(split_rows(rows, seed=2)["report"]) != sorted(splits["report"])
+
+
+@pytest.mark.parametrize("kind", ["text", "group"])
+def test_equal_texts_and_groups_stay_together(kind):
+    numbers = np.random.default_rng(0).integers(200, size=1000)
+    if kind == "text":
+        rows = Rows([(f"q{place}", f"the passage {number}") for place, number in enumerate(numbers)])
+    else:
+        rows = Rows([(f"question {number}", f"passage {place}") for place, number in enumerate(numbers)])
+        rows.groups = [str(number) for number in numbers]
+    members = {split: set(numbers[rows_of_split]) for split, rows_of_split in split_rows(rows, 1).items()}
+    assert not members["train"] & members["choose"]
+    assert not members["train"] & members["report"]
+    assert not members["choose"] & members["report"]
+
+
+def test_rows_that_are_all_equal_cannot_be_split():
+    with pytest.raises(UserError, match="too many rows have the same text"):
+        split_rows(Rows([("the same",)] * 500), 1)
+
+
+def test_labels_are_names_or_numbers_of_classes():
+    names = ["no", "yes"]
+    assert number_labels(["yes", "no"], names, "label").tolist() == [1, 0]
+    assert number_labels(["1", "0", "1"], names, "label").tolist() == [1, 0, 1]
+    assert number_labels(["0", "1"], ["1", "0"], "label").tolist() == [1, 0]  # names win
+    assert number_labels(["0.5", "2"], [], "score").tolist() == [0.5, 2.0]
+    with pytest.raises(UserError, match=r"--label label: 'maybe' is not a label of the model \(no, yes\)"):
+        number_labels(["yes", "maybe"], names, "label")
+    with pytest.raises(UserError, match="the labels are not numbers from 0 to 1 either"):
+        number_labels(["2", "0"], names, "label")
+    with pytest.raises(UserError, match="one output, so labels must be numbers"):
+        number_labels(["good"], [], "label")
+
+
+def test_texts_must_be_different(tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_text("the same\n" * 400)
+    with pytest.raises(UserError, match="has 1 different rows, but a search needs at least 300"):
+        read_texts(path)

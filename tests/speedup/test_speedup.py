@@ -1,0 +1,288 @@
+"""Tests of `lln-fairseq speedup` from the command line, with small models and times that are set."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModelForSequenceClassification
+
+from lln_fairseq.__main__ import main
+from lln_fairseq.speedup import candidates, search
+from lln_fairseq.speedup.candidates import candidates_for, make_candidate
+from lln_fairseq.speedup.journal import Journal
+from lln_fairseq.speedup.search import Search
+from tests.conversion.classifiers import make_classifier, transformers_logits
+from tests.conversion.sources import make_model
+
+POSITIONS = 160  # so that a row has several blocks
+ROWS = 320
+WORDS = ["the", "plot", "isn", "new", "but", "it", "holds", "eva", "films", "we", "un", "t", "2"]
+ORIGINAL_TIME = 10.0
+
+
+def make_texts(count, words, seed=0):
+    generator = random.Random(seed)
+    return [" ".join(generator.choices(WORDS, k=words)) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Return a directory with a classifier of pairs, a reranker and an encoder, and their rows."""
+    folder = tmp_path_factory.mktemp("speedup")
+    model = make_classifier("bert", folder / "classifier", ["no", "yes"], POSITIONS)
+    make_classifier("bert", folder / "reranker", ["score"], POSITIONS)
+    make_model("bert", folder / "encoder", headless=True, positions=POSITIONS)
+    pairs = list(zip(make_texts(ROWS, 3, 1), make_texts(ROWS, 140, 2), strict=True))
+    predictions = transformers_logits(model, folder / "classifier", pairs, longest=POSITIONS)
+    labels = ["no", "yes"]
+    lines = ["question\tpassage\tlabel\tquery\tscore"]
+    for number, (pair, logits) in enumerate(zip(pairs, predictions, strict=True)):
+        cells = [*pair, labels[int(logits.argmax())], f"query {number // 8}", f"{number % 3}"]
+        lines.append("\t".join(cells))
+    (folder / "rows.tsv").write_text("\n".join(lines) + "\n")
+    (folder / "texts.txt").write_text("\n".join(make_texts(ROWS, 140)) + "\n")
+    return folder
+
+
+@pytest.fixture
+def set_times(monkeypatch):
+    """Return a function that sets the times of models, and let every search train a few steps without ONNX."""
+
+    def set_times(**times):
+        def time_entry(self, entry):
+            name = "unchanged" if entry.model == "unchanged" else entry.model.split(",")[0].split()[0]
+            return times.get(name, ORIGINAL_TIME), 1.0
+
+        monkeypatch.setattr(Search, "_time_entry", time_entry)
+
+    monkeypatch.setattr(search, "time_each", lambda models, batches: {key: [ORIGINAL_TIME] for key in models})
+    monkeypatch.setattr(search, "STEPS", 3)
+    monkeypatch.setattr(search, "FEW_STEPS", 2)
+    monkeypatch.setattr(search, "find_spec", lambda package: None)
+    monkeypatch.setattr(search, "half_precisions", list)
+    monkeypatch.setattr(Search, "left", lambda self: 1e6)
+    set_times()
+    return set_times
+
+
+def run(sources, model, out, *options):
+    rows = ["--texts", sources / "texts.txt"]
+    if model == "classifier":
+        rows = ["--rows", sources / "rows.tsv", "--text", "question", "passage"]
+    elif model == "reranker":
+        rows = ["--rows", sources / "rows.tsv", "--text", "question", "passage", "--label", "score"]
+    return main(["speedup", str(sources / model), str(out), *map(str, rows), *map(str, options)])
+
+
+def read_report(out):
+    return json.loads((out / "report.json").read_text())
+
+
+def test_yes_writes_the_fastest_model_that_is_good_enough(sources, tmp_path, set_times, capsys):
+    set_times(blocks=4.0, windows=3.0)
+    out = tmp_path / "faster"
+    assert run(sources, "classifier", out, "--min-agreement", 20) == 0
+    last_line = capsys.readouterr().out.splitlines()[-1]
+    assert last_line.startswith("yes: windows of 48 in transformers is")
+    report = read_report(out)
+    assert report["chosen"] == "windows of 48, transformers"
+    assert report["summary"] == last_line
+    trained = [row for row in report["models"] if row["score"] is not None]
+    assert {row["model"] for row in trained} == {"unchanged", "blocks of 128", "windows of 48"}
+    assert "| windows of 48 | transformers | 3.0 | 3.33 |" in (out / "report.md").read_text()
+    assert (out / "report.png").stat().st_size > 5000
+    # The stored rows are those of the exported model and of the original.
+    lines = (out / "rows.tsv").read_text().splitlines()[1:]
+    assert len(lines) == report["rows"]["report"] == report["report"]["rows"]
+    table = [line.split("\t") for line in (sources / "rows.tsv").read_text().splitlines()]
+    stored = [line.split("\t") for line in lines[:20]]
+    pairs = [tuple(table[int(row)][:2]) for row, *_ in stored]
+    for column, folder in ((2, sources / "classifier"), (3, out / "model")):
+        model = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)
+        logits = transformers_logits(model, folder, pairs, longest=POSITIONS)
+        assert [model.config.id2label[int(row.argmax())] for row in logits] == [cells[column] for cells in stored]
+    agreement = 100 * np.mean([cells[2] == cells[3] for cells in (line.split("\t") for line in lines)])
+    assert report["report"]["score"] == pytest.approx(agreement)
+
+
+def test_finished_search_is_not_repeated_and_another_is_refused(sources, tmp_path, set_times, capsys):
+    out = tmp_path / "faster"
+    assert run(sources, "classifier", out) == 0
+    first = capsys.readouterr().out.splitlines()[-1]
+    assert run(sources, "classifier", out) == 0
+    assert capsys.readouterr().out.splitlines() == [first]
+    assert run(sources, "classifier", out, "--seed", 2) == 1
+    assert "holds a search with another seed: give another OUT" in capsys.readouterr().err
+    assert run(sources, "reranker", out) == 1
+    assert "holds a search with another model, label" in capsys.readouterr().err
+
+
+def test_no_is_an_answer(sources, tmp_path, set_times, capsys):
+    out = tmp_path / "faster"
+    set_times(blocks=1.0, windows=2.0, **{"LLN+Diag": 3.0})
+    assert run(sources, "classifier", out, "--label", "label", "--max-drop", 0, "--min-agreement", 100) == 0
+    report = read_report(out)
+    nothing = all(row["drop"] > 0 for row in report["models"][1:] if row["drop"] is not None)
+    assert (report["chosen"] is None) == nothing
+    if nothing:
+        assert report["summary"].startswith("no: nothing was both faster and good enough. The nearest is ")
+        assert not (out / "model").exists()
+    # Softmax returns to the best one.
+    assert any("softmax in" in row["model"] and len(row["layers"]) == 1 for row in report["models"][1:]) == nothing
+
+
+def test_nothing_is_trained_if_nothing_is_faster(sources, tmp_path, set_times):
+    out = tmp_path / "faster"
+    set_times(blocks=9.5, windows=9.9)
+    assert run(sources, "classifier", out, "--label", "label") == 0
+    report = read_report(out)
+    assert report["chosen"] is None
+    assert all(row["score"] is None for row in report["models"][1:])
+    assert "The fastest is blocks of 128, transformers, with 1.05 times the speed." in report["summary"]
+
+
+@pytest.mark.parametrize("model", ["reranker", "encoder"])
+def test_rerankers_and_encoders(sources, tmp_path, set_times, model):
+    out = tmp_path / "faster"
+    set_times(blocks=4.0)
+    options = ["--group", "query", "--max-drop", 50] if model == "reranker" else ["--min-agreement", 20]
+    assert run(sources, model, out, *options) == 0
+    report = read_report(out)
+    assert report["chosen"] == "blocks of 128, transformers"
+    assert report["report"]["metric"] == ("nDCG@10" if model == "reranker" else "cosine")
+    if model == "encoder":
+        texts = (sources / "texts.txt").read_text().splitlines()[:5]
+        vectors = SentenceTransformer(str(out / "model"), trust_remote_code=True).encode(texts, convert_to_tensor=True)
+        original = SentenceTransformer(str(sources / "encoder")).encode(texts, convert_to_tensor=True)
+        assert torch.cosine_similarity(vectors, original).min() > 0.2
+
+
+def test_unchanged_model_in_onnx_can_be_the_answer(sources, tmp_path, set_times, monkeypatch):
+    monkeypatch.setattr(search, "find_spec", lambda package: True)
+    set_times(unchanged=2.0)
+    out = tmp_path / "faster"
+    assert run(sources, "classifier", out, "--label", "label", "--max-drop", 5) == 0
+    report = read_report(out)
+    assert report["chosen"] == "unchanged, onnxruntime"
+    assert report["report"]["drop"] == 0
+    assert list((out / "model").rglob("model.onnx"))
+
+
+@pytest.mark.parametrize("calls", [1, 3, 5, 8, 10])
+def test_killed_search_continues(sources, tmp_path, set_times, monkeypatch, calls):
+    set_times(blocks=4.0)
+    options = ["--min-agreement", 20]
+    whole = tmp_path / "whole"
+    assert run(sources, "classifier", whole, *options) == 0
+    killed = tmp_path / "killed"
+    once = Journal.once
+    count = 0
+
+    def once_until_killed(self, name, compute):
+        nonlocal count
+        if name not in self.values:
+            count += 1
+        if count == calls:
+            raise KeyboardInterrupt
+        return once(self, name, compute)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "once", once_until_killed)
+        assert run(sources, "classifier", killed, *options) == 130
+    kept = json.loads((killed / "work/journal.json").read_text())["values"] if calls > 1 else {}
+    assert len(kept) == calls - 1
+    assert run(sources, "classifier", killed, *options) == 0
+    reports = [read_report(out) for out in (whole, killed)]
+    for report in reports:
+        for row in report["models"]:
+            row.pop("memory_mb")
+    for key in ("chosen", "report", "models", "rows"):
+        assert reports[0][key] == reports[1][key]
+    assert (whole / "rows.tsv").read_text() == (killed / "rows.tsv").read_text()
+
+
+def test_training_continues_after_its_last_saved_step(sources, tmp_path, set_times, monkeypatch):
+    set_times(blocks=4.0)
+    whole = tmp_path / "whole"
+    assert run(sources, "classifier", whole, "--min-agreement", 20) == 0
+    monkeypatch.setattr("lln_fairseq.linearize.progress.SAVE_INTERVAL", 1)
+    write = candidates.Linearizer.write
+    interrupted = []
+
+    def write_later(self, model, candidate, layers, out):
+        if (out / candidates.STATES).exists() and not interrupted:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+        write(self, model, candidate, layers, out)
+
+    monkeypatch.setattr(candidates.Linearizer, "write", write_later)
+    killed = tmp_path / "killed"
+    assert run(sources, "classifier", killed, "--min-agreement", 20) == 130
+    assert run(sources, "classifier", killed, "--min-agreement", 20) == 0
+    assert interrupted
+    assert (whole / "rows.tsv").read_text() == (killed / "rows.tsv").read_text()
+
+
+def test_chosen_attentions_are_all_trained_and_those_without_export_never_chosen(sources, tmp_path, set_times):
+    out = tmp_path / "faster"
+    set_times(elu=1.0)
+    specs = ["elu", "block_diag:block_size=16"]
+    assert run(sources, "classifier", out, "--min-agreement", 0, "--attentions", *specs) == 0
+    report = read_report(out)
+    assert [row["model"] for row in report["models"]] == ["unchanged", *specs]
+    assert report["models"][1]["runtime"] == "lln_fairseq"
+    assert all(row["score"] is not None for row in report["models"])
+    assert report["chosen"] is None
+    assert any("elu cannot be exported" in note for note in report["notes"])
+
+
+BAD_INPUT = {
+    "a missing column": (["--label", "answer"], "no column 'answer' among question, passage, label, query, score"),
+    "labels of another model": (["--label", "query"], "'query 0' is not a label of the model (no, yes)"),
+    "an unknown attention": (["--attentions", "lnn"], "unknown attention 'lnn'; did you mean 'tnn'"),
+    "a missing model": ([], "no such directory or checkpoint"),
+    "texts": ([], "is a classifier: give --rows and --text"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_ends_in_one_line(sources, tmp_path, set_times, capsys, case):
+    options, message = BAD_INPUT[case]
+    model = "missing" if case == "a missing model" else "classifier"
+    if case == "texts":
+        code = main(["speedup", str(sources / model), str(tmp_path / "out"), "--texts", str(sources / "texts.txt")])
+    else:
+        rows = ["--rows", str(sources / "rows.tsv"), "--text", "question", "passage"]
+        code = main(["speedup", str(sources / model), str(tmp_path / "out"), *rows, *options])
+    assert code == 1
+    error = capsys.readouterr().err.strip().splitlines()
+    assert error[-1].startswith("error: ")
+    assert message in error[-1]
+
+
+def test_rows_beyond_the_positions_are_refused(sources, tmp_path, set_times, capsys):
+    rows = tmp_path / "rows.tsv"
+    rows.write_text("text\n" + "\n".join(make_texts(ROWS, POSITIONS)) + "\n")
+    assert main(["speedup", str(sources / "classifier"), str(tmp_path / "out"), "--rows", str(rows)]) == 1
+    assert f"{ROWS} of {ROWS} rows have more than the {POSITIONS} tokens" in capsys.readouterr().err
+
+
+def test_candidates_follow_from_the_rows():
+    many = np.full(100, 600)
+    names = [candidate.name for candidate in candidates_for(many, np.full(100, 16))]
+    assert names == ["blocks of 128", "windows of 48", "LLN+Diag"]
+    both_long = candidates_for(many, np.full(100, 300))
+    assert [candidate.num_softmax_layers for candidate in both_long] == [0, 2]
+    assert all(candidate.options["global_tokens"] == "none" for candidate in both_long)
+    single = candidates_for(many, np.ones(100, dtype=int))
+    assert [candidate.options["block_size"] for candidate in single] == [128, 48, 32]
+
+
+def test_candidate_with_softmax_keeps_its_options():
+    candidate = make_candidate("LLN+Diag", "lln_diag", block_size=32).with_softmax(1)
+    assert candidate.name == "LLN+Diag, softmax in a layer"
+    assert candidate.options["block_size"] == 32
+    assert candidate.softmax_layers == "best:1"
