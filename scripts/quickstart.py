@@ -87,6 +87,7 @@ class Quickstart:
         print(f"\n{ENCODER}, fine-tuned with {BASELINE} and made linear:\n{text_table(rows)}")
         print(f"The times are those of one text on one thread.\n\n{self.times_table()}")
         print(f"\nTensorBoard: {self.out}, watch it with: tensorboard --logdir {shlex.quote(str(self.out))}")
+        print("Your own classifier: lln-fairseq speedup MODEL faster --rows rows.tsv --text COLUMN --label COLUMN")
 
     def step(self, name: str, words: list[str], updates: int | None = None) -> None:
         """Run `python -m WORDS`. `updates` is the length of its progress bar."""
