@@ -132,6 +132,20 @@ def test_same_rows_give_same_files_as_glue(tmp_path, build, gpt2):
     assert files_without_manifest(tmp_path / "out") == files_without_manifest(tmp_path / "glue/RTE")
 
 
+def test_csv_and_json_lines_give_the_same_files_as_tsv(tmp_path, build, write):
+    rows = [("a, film", "1"), ("the story", "0")]
+    objects = [json.dumps({"label": int(label), "text": text}) for text, label in rows]
+    (tmp_path / "rows.jsonl").write_text("\n".join(objects))
+    (tmp_path / "rows.csv").write_text('text,label\n"a, film",1\nthe story,0\n')
+
+    for path in (write("rows.tsv", rows), tmp_path / "rows.csv", tmp_path / "rows.jsonl"):
+        assert build("--train", path, "--valid", path, out=path.suffix)[0] == 0
+
+    expected = files_without_manifest(tmp_path / ".tsv")
+    assert files_without_manifest(tmp_path / ".csv") == expected
+    assert files_without_manifest(tmp_path / ".jsonl") == expected
+
+
 def test_numbers_are_sorted_as_numbers(build, write):
     train = write("train.tsv", [("a", label) for label in ("10", "-1", "2", "0")])
 
