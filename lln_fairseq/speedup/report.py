@@ -65,7 +65,11 @@ def commands(search: Search, entry: Entry) -> list[str]:
     """Return the commands that do by hand what led to an entry."""
     args = search.args
     model, rows = str(args.model), str(args.rows or args.texts)
-    lines = [["lln-fairseq", "convert", model, "steps/softmax", "--attention", "softmax"]]
+    lines = []
+    if args.model.is_file():
+        lines.append(["lln-fairseq", "export", model, "steps/stock"])
+        model = "steps/stock"
+    lines.append(["lln-fairseq", "convert", model, "steps/softmax", "--attention", "softmax"])
     exported = "steps/softmax/model.pt"
     candidate: Candidate | None = entry.details.get("candidate")
     if candidate is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lln_fairseq.checkpoints.config import STOCK_ATTENTION
 from lln_fairseq.conversion.convert import CHECKPOINT, convert
+from lln_fairseq.conversion.directory import CONFIG, read_json
 from lln_fairseq.conversion.export import export
 from lln_fairseq.conversion.sentence_transformers_files import locate_model, read_max_length
 from lln_fairseq.errors import UserError
@@ -131,8 +132,16 @@ class Search:
 
     def prepare(self) -> None:
         """Load the original, check and split the rows, and measure the original on them."""
+        directory: Path = self.args.model
+        if directory.is_file():
+            directory = self.folder / "stock"  # `convert` drops the head of a checkpoint
+            if not directory.exists():
+                export(self.args.model, directory)
+        attention = read_json(directory / CONFIG).get("attention", STOCK_ATTENTION)
+        if attention != STOCK_ATTENTION:
+            raise UserError(f"{self.args.model} has {attention} attention: give the model with softmax that it is from")
         if not self.checkpoint.exists():
-            convert(self.args.model, self.checkpoint.parent, attention=STOCK_ATTENTION)
+            convert(directory, self.checkpoint.parent, attention=STOCK_ATTENTION)
         self.teacher: TextModel = load_text_model(self.checkpoint)
         if not self.teacher.finetuned and not self.teacher.is_sentence_encoder:
             raise UserError(f"{self.args.model} is a masked language model: fine-tune it first")
@@ -143,7 +152,8 @@ class Search:
         self.numbers: np.ndarray | None = None
         if self.rows.labels is not None:
             self.numbers = number_labels(self.rows.labels, self.teacher.labels, self.args.label)
-        self.original = self.load_original()
+        self.longest = min(self.teacher.longest, _own_limit(directory))
+        self.original = load_served(directory, TRANSFORMERS, self.longest, self.is_encoder)
         self._measure_lengths()
         self.splits = split_rows(self.rows, self.args.seed)
         self.timed = self._choose_timed_batches()
@@ -153,7 +163,7 @@ class Search:
         most = int(SCORING_SHARE * self.budget / (self.milliseconds / 1000))
         counts = {split: min(MOST[split], max(most, 100)) for split in MOST}
         self.scored = {split: self.splits[split][: counts[split]] for split in MOST}
-        self.entries.append(Entry(UNCHANGED, TRANSFORMERS, self.args.model, **measured, score=None, drop=0.0))
+        self.entries.append(Entry(UNCHANGED, TRANSFORMERS, directory, **measured, drop=0.0))
         train = [self.samples[number] for number in self.splits["train"]]
         self.linearizer = Linearizer(self.teacher, self.checkpoint, train, self.args.seed)
         print_status(
@@ -161,17 +171,6 @@ class Search:
             f"{TRANSFORMERS}; of {len(self.rows):,} rows, {len(train):,} train, {len(self.scored['choose']):,} choose "
             f"and {len(self.scored['report']):,} report"
         )
-
-    def load_original(self) -> Outputs:
-        """Load the original as its owner runs it; a checkpoint of fairseq as its export."""
-        self.longest = self.teacher.longest
-        directory: Path = self.args.model
-        if directory.is_file():
-            directory = self.folder / "stock"
-            if not directory.exists():
-                export(self.checkpoint, directory)
-        self.longest = min(self.longest, _own_limit(directory))
-        return load_served(directory, TRANSFORMERS, self.longest, self.is_encoder)
 
     def _measure_lengths(self) -> None:
         samples = self.teacher.ids.encode_rows(self.rows.texts)

@@ -10,6 +10,7 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoModelForSequenceClassification
 
 from lln_fairseq.__main__ import main
+from lln_fairseq.conversion.convert import convert
 from lln_fairseq.speedup import candidates, search
 from lln_fairseq.speedup.candidates import candidates_for, make_candidate
 from lln_fairseq.speedup.journal import Journal
@@ -261,6 +262,18 @@ def test_bad_input_ends_in_one_line(sources, tmp_path, set_times, capsys, case):
     error = capsys.readouterr().err.strip().splitlines()
     assert error[-1].startswith("error: ")
     assert message in error[-1]
+
+
+def test_checkpoint_is_a_classifier_too_but_not_one_with_another_attention(sources, tmp_path, set_times, capsys):
+    rows = ["--rows", str(sources / "rows.tsv"), "--text", "question", "passage"]
+    convert(sources / "classifier", tmp_path / "softmax", attention="softmax")
+    set_times(blocks=4.0)
+    out = tmp_path / "faster"
+    assert main(["speedup", str(tmp_path / "softmax/model.pt"), str(out), *rows, "--min-agreement", "20"]) == 0
+    assert read_report(out)["chosen"] == "blocks of 128, transformers"
+    capsys.readouterr()
+    assert main(["speedup", str(out / "model"), str(tmp_path / "again"), *rows]) == 1
+    assert "has block_diag attention: give the model with softmax that it is from" in capsys.readouterr().err
 
 
 def test_rows_beyond_the_positions_are_refused(sources, tmp_path, set_times, capsys):
