@@ -55,6 +55,7 @@ ALLOWED_IMPORTS = {
         "training",
     },
     "hub": {"conversion"},
+    "engines": {"checkpoints", "errors", "hub", "text"},
     "linearize": {
         "attention",
         "checkpoints",
@@ -93,6 +94,7 @@ WITHOUT_FAIRSEQ = {
     "ops",
     "attention",
     "hub",
+    "engines",
     "errors",
     "files",
     "provenance",

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from lln_fairseq.checkpoints.reading import plugin_state
 from lln_fairseq.errors import UserError
 
 ENTRY = "source_settings"  # in a checkpoint's plugin state
@@ -29,6 +28,8 @@ def settings_entries(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def stored_settings(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that `lln-fairseq convert` stored in a checkpoint; empty if it has none."""
+    from lln_fairseq.checkpoints.reading import plugin_state  # imports fairseq, which lln_fairseq.engines does without
+
     text = plugin_state(state).get(ENTRY, "{}")
     try:
         settings = json.loads(str(text))
