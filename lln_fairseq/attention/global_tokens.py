@@ -1,5 +1,6 @@
 """The option global_tokens: the first tokens of a sequence that attend to all tokens, and that all tokens attend to."""
 
+import torch
 from torch import Tensor
 
 from lln_fairseq.attention.context import Context
@@ -42,6 +43,8 @@ def select_global_tokens(setting: int | str | None, context: Context) -> tuple[i
             "encoder does"
         )
     bound = context.max_first_length
-    if bound is not None:
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        bound = MAX_FIRST_SEGMENT  # whatever the batch is
+    elif bound is not None:
         bound = min(bound, MAX_FIRST_SEGMENT)
     return context.first_lengths.clamp(max=MAX_FIRST_SEGMENT), bound

@@ -12,7 +12,6 @@ import inspect
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import RobertaConfig, RobertaForMaskedLM, RobertaForSequenceClassification, RobertaModel
 from transformers.activations import ACT2FN
@@ -33,11 +32,8 @@ from lln_fairseq.ops.formula import (
     Spec,
     alpha_beta,
     attend_to_all_keys,
-    clear_padding,
     compute_dtype,
-    first_rows,
     hybrid_formula,
-    softmax_attention,
     standard_deviations,
 )
 from lln_fairseq.ops.rotary import rotary_factors, rotate
@@ -232,6 +228,8 @@ class LLNSelfAttention(RobertaSelfAttention):
         options: dict[str, Any] = {"key_padding_mask": padded}
         if config.global_tokens == FIRST_SEGMENT:
             options["global_tokens"] = global_tokens
+            if torch.compiler.is_compiling():  # the numbers cannot be read
+                options["max_global_tokens"] = self.largest_prefix()
         elif global_tokens is not None:
             options["global_tokens"] = self.largest_prefix()  # a number, so that the GPU is not waited for
         if config.attention in WITHOUT_LLN:
@@ -271,14 +269,7 @@ class LLNSelfAttention(RobertaSelfAttention):
             max_global = self.largest_prefix()
         size = self.config.block_size or q.shape[-1]
         spec = Spec(form, size, dropout, max_global=max_global, neighbors=self.neighbors)
-        out = hybrid_formula(spec, Inputs(q, k, v, alpha, beta, offset, padded, global_tokens))
-        if global_tokens is None:
-            return out
-        q, k, v = clear_padding(q, k, v, padded)
-        rows = softmax_attention(first_rows(q, max_global), k, v, padded, dropout)
-        is_global = torch.arange(q.shape[2], device=q.device) < global_tokens[:, None]
-        rows = F.pad(rows, (0, 0, 0, q.shape[2]))[:, :, : q.shape[2]]
-        return torch.where(is_global[:, None, :, None], rows, out)
+        return hybrid_formula(spec, Inputs(q, k, v, alpha, beta, offset, padded, global_tokens))
 
     def alpha_beta(self, q: Tensor, k: Tensor, padded: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return alpha and beta, (B, H), including the learned factors of the heads if there are any."""

@@ -1,8 +1,7 @@
 """The way of one call of LLN, block-diagonal or hybrid attention: checks, the choice of a backend, and the backward.
 
 Besides the backends, there is the plain formula of formula.py. It computes what no kernel can read: tensors that are
-traced, exported or transformed, second derivatives, and tensors without elements. What global tokens attend to is also
-computed here, after the backend.
+traced, exported or transformed, second derivatives, and tensors without elements.
 """
 
 import functools
@@ -20,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dis
 
 from lln_fairseq.ops.autocast import autocast_disabled
 from lln_fairseq.ops.backends import MODULES, NUM_DIFFERENTIABLE, load_backend
-from lln_fairseq.ops.formula import Inputs, Spec, attend_to_all_keys, hybrid_formula
+from lln_fairseq.ops.formula import Inputs, Spec, hybrid_formula, is_known
 from lln_fairseq.ops.operator import compiled_attention
 
 BACKENDS = ("auto", *MODULES)
@@ -86,7 +85,7 @@ def count_global_tokens(
     """Return the number of global tokens of every sequence, int64 (B,), and an upper bound of these numbers.
 
     A number above N counts as N, and a number in a tensor above max_global_tokens as that. The result is (None, 0) if
-    no token is global. The values of a tensor are read only if max_global_tokens is None. If it is traced or
+    no token is global. The values of a tensor are read only if max_global_tokens is None. If it is then traced or
     transformed, they cannot be read: they are not checked, and the upper bound is N. Raises ValueError if a number that
     is read is negative or if a tensor is not an integer tensor (B,), and TypeError for something else.
     """
@@ -107,11 +106,13 @@ def count_global_tokens(
             )
         smallest = 0
         bound = length
-        if batch and not is_traced_or_transformed(global_tokens, q, k, v):
-            if max_global_tokens is None:
-                smallest, largest = torch.stack(global_tokens.aminmax()).tolist()
-            else:
-                smallest = largest = max_global_tokens
+        if max_global_tokens is not None:
+            smallest = max_global_tokens
+            bound = max_global_tokens
+            if is_known(length):
+                bound = min(bound, length)
+        elif batch and not is_traced_or_transformed(global_tokens, q, k, v):
+            smallest, largest = torch.stack(global_tokens.aminmax()).tolist()
             bound = min(largest, length)
         counts = global_tokens.to(q.device, torch.int64).clamp(0, bound)
     if smallest < 0:
@@ -204,9 +205,10 @@ def _reason_against(name: str, spec: Spec, q: Tensor) -> str | None:
 def _can_be_operator(name: str, spec: Spec, inputs: Inputs) -> bool:
     """Return True if torch.compile, not torch.export, is tracing and can make the call one operator (operator.py).
 
-    Global tokens and tensor subclasses do not allow it.
+    Tensor subclasses do not allow it, nor does dropout of global rows on a GPU: if the operator was computed again, it
+    would not drop the same weights.
     """
-    if spec.max_global or not torch.compiler.is_dynamo_compiling():
+    if not torch.compiler.is_dynamo_compiling() or (name == "triton" and spec.max_global and spec.dropout):
         return False
     if not all(type(x) in _PLAIN_TYPES for x in inputs if x is not None):
         return False
@@ -244,64 +246,17 @@ def attend(spec: Spec, inputs: Inputs, backend: str) -> Tensor:
     # The test saves most calls, which have no autocast, a context.
     with autocast_disabled(inputs.q) if torch._C._is_any_autocast_enabled() else nullcontext():
         if backend == FORMULA:
-            out = hybrid_formula(spec, inputs)
-        else:
-            if spec.dropout and inputs.seed is None:
-                # The seed of kernels on a GPU is drawn there, so that a CUDA graph draws a new one at each replay.
-                is_on_host = backend != "triton" and not torch.compiler.is_compiling()
-                device = torch.device("cpu") if is_on_host else inputs.q.device
-                inputs = inputs._replace(seed=torch.randint(2**31 - 1, (1,), device=device))
-            if torch.compiler.is_compiling():
-                return compiled_attention(spec, inputs, backend)  # calls with global tokens do not come here
-            # torch may store a tensor as its negation, marked by a bit. Kernels read only the stored numbers.
-            inputs = inputs._replace(q=inputs.q.resolve_neg(), k=inputs.k.resolve_neg(), v=inputs.v.resolve_neg())
-            out = AttentionFunction.apply(spec, backend, *inputs)
-        if inputs.global_counts is not None and out.numel():  # torch's fused attention fails on a GPU without tokens
-            _attend_from_global_tokens(spec, inputs, out)
-        return out
-
-
-def _attend_from_global_tokens(spec: Spec, inputs: Inputs, out: Tensor) -> None:
-    """Overwrite the rows of the global queries in `out` with softmax attention over all keys that are not padding.
-
-    The backends do not compute these rows. They cost M x N scores for at most M global tokens.
-    """
-    most = spec.max_global
-    queries = inputs.q[:, :, :most]
-    if spec.dropout or is_traced_or_transformed(out, *inputs):
-        rows = attend_to_all_keys(queries, inputs.k, inputs.v, inputs.padding, spec.dropout)
-    else:
-        rows = GlobalRowsFunction.apply(queries, inputs.k, inputs.v, inputs.padding)
-    assert inputs.global_counts is not None
-    is_global = torch.arange(queries.shape[2], device=out.device) < inputs.global_counts[:, None]
-    out[:, :, :most] = torch.where(is_global[:, None, :, None], rows, out[:, :, :most])
-
-
-class GlobalRowsFunction(torch.autograd.Function):
-    """`attend_to_all_keys` without dropout, as an autograd function with derivatives of any order.
-
-    torch's fused attention has only first derivatives. The forward pass cannot know whether the gradients will be
-    differentiated again. So it saves only the inputs, and the backward pass computes the output again.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, queries: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> Tensor:
-        ctx.save_for_backward(queries, k, v, padding)
-        return attend_to_all_keys(queries, k, v, padding)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        queries, k, v, padding = ctx.saved_tensors
-        create_graph = torch.is_grad_enabled() or is_traced_or_transformed(grad)
-
-        def attend(queries: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if create_graph:
-                with sdpa_kernel(SDPBackend.MATH):
-                    return attend_to_all_keys(queries, k, v, padding)
-            return attend_to_all_keys(queries, k, v, padding)
-
-        with autocast_disabled(grad):
-            return *differentiable_gradients(attend, (queries, k, v), ctx.needs_input_grad[:3], grad), None
+            return hybrid_formula(spec, inputs)
+        if spec.dropout and inputs.seed is None:
+            # The seed of kernels on a GPU is drawn there, so that a CUDA graph draws a new one at each replay.
+            is_on_host = backend != "triton" and not torch.compiler.is_compiling()
+            device = torch.device("cpu") if is_on_host else inputs.q.device
+            inputs = inputs._replace(seed=torch.randint(2**31 - 1, (1,), device=device))
+        if torch.compiler.is_compiling():
+            return compiled_attention(spec, inputs, backend)
+        # torch may store a tensor as its negation, marked by a bit. Kernels read only the stored numbers.
+        inputs = inputs._replace(q=inputs.q.resolve_neg(), k=inputs.k.resolve_neg(), v=inputs.v.resolve_neg())
+        return AttentionFunction.apply(spec, backend, *inputs)
 
 
 class AttentionFunction(torch.autograd.Function):
@@ -342,7 +297,9 @@ def _gradients(grad: Tensor, ctx: Any) -> Sequence[Tensor | None]:
         raise RuntimeError("attention with dropout has no second derivative: set dropout to 0, or call model.eval()")
 
     def formula(*tensors: Tensor) -> Tensor:
-        return hybrid_formula(spec, Inputs(*tensors, *inputs[NUM_DIFFERENTIABLE:]))
+        # torch's fused attention, which computes the rows of global tokens, has only first derivatives.
+        with sdpa_kernel(SDPBackend.MATH) if spec.max_global else nullcontext():
+            return hybrid_formula(spec, Inputs(*tensors, *inputs[NUM_DIFFERENTIABLE:]))
 
     return differentiable_gradients(formula, inputs[:NUM_DIFFERENTIABLE], needed, grad)
 

@@ -35,7 +35,7 @@ attention.
 With g global tokens, the first g tokens of the sequence are keys of every block. In the definitions above, "the block"
 then stands for the block's own J tokens and the first min(g, s) tokens of the sequence, where s is the position of the
 first of the J tokens. So no key counts twice. Global queries attend to all keys by softmax, which is not part of the
-joint form: see `attend_to_all_keys`.
+joint form.
 
 Padding: values at padding positions are kept out of results and gradients, even if they are NaN or infinite. Keys and
 values there are replaced by 0. Queries there have an output without meaning, but it is computed like any other, so only
@@ -89,9 +89,7 @@ class Spec:
     form: str  # a key of WEIGHTS
     block_size: int = 1
     dropout: float = 0.0  # probability of dropping a softmax weight inside a block
-    max_global: int = (
-        0  # an upper bound of the global tokens of a sequence, at most N; only for the joint form and Diag
-    )
+    max_global: int = 0  # an upper bound of the global tokens of a sequence; only for the joint form and Diag
     neighbors: int = 0  # m, the blocks on each side whose tokens are keys of a block too; only for Diag
 
 
@@ -156,7 +154,7 @@ def is_known(size: Any) -> bool:
 def hybrid_formula(spec: Spec, inputs: Inputs) -> Tensor:
     """Compute the call with the α and β of the inputs, and return (B, H, N, D) in the dtype of q.
 
-    The softmax rows of global queries are not computed here. Dropout uses torch's generator and not the seed.
+    Dropout uses torch's generator and not the seed.
     """
     heads = load_heads(spec, inputs)
     sums = None
@@ -165,7 +163,22 @@ def hybrid_formula(spec: Spec, inputs: Inputs) -> Tensor:
     out = attend_heads(spec, heads, sums, lambda p: F.dropout(p, spec.dropout))
     beyond = inputs.q.shape[2] - heads.q.shape[1]  # at most 0
     out = F.pad(out, (0, 0, 0, beyond))  # as out[:, :N], but torch.export cannot prove that N is not larger
-    return out.reshape(inputs.q.shape).to(inputs.q.dtype)
+    out = out.reshape(inputs.q.shape).to(inputs.q.dtype)
+    is_empty = is_known(out.numel()) and out.numel() == 0  # torch's fused attention fails on a GPU without tokens
+    if inputs.global_counts is None or spec.max_global == 0 or is_empty:
+        return out
+    return _with_global_rows(spec, inputs, out)
+
+
+def _with_global_rows(spec: Spec, inputs: Inputs, out: Tensor) -> Tensor:
+    """Return the output with the rows of the global queries, which attend to all keys by softmax."""
+    assert inputs.global_counts is not None
+    length = out.shape[2]
+    q, k, v = clear_padding(inputs.q, inputs.k, inputs.v, inputs.padding)
+    rows = softmax_attention(first_rows(q, spec.max_global), k, v, inputs.padding, spec.dropout)
+    rows = F.pad(rows, (0, 0, 0, length))[:, :, :length]
+    is_global = torch.arange(length, device=out.device) < inputs.global_counts[:, None]
+    return torch.where(is_global[:, None, :, None], rows, out)
 
 
 def load_heads(spec: Spec, inputs: Inputs, group: slice = slice(None)) -> Heads:
@@ -193,7 +206,7 @@ def load_heads(spec: Spec, inputs: Inputs, group: slice = slice(None)) -> Heads:
     padding = None
     if inputs.padding is not None or is_ragged or neighbors:
         padding = F.pad(explicit_mask(inputs.padding, inputs.q), (0, missing), value=True)
-        padding = _repeat_for_heads(padding, heads)[group, :, None]
+        padding = repeat_for_heads(padding, heads)[group, :, None]
     if is_ragged:
         q, k, v = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, v))
     if inputs.padding is not None and padding is not None:
@@ -206,7 +219,7 @@ def load_heads(spec: Spec, inputs: Inputs, group: slice = slice(None)) -> Heads:
     if inputs.global_counts is not None and spec.max_global:
         global_padding = global_key_padding(spec, inputs, size, blocks)
         if global_padding is not None:
-            global_padding = _repeat_for_heads(global_padding, heads)[group]
+            global_padding = repeat_for_heads(global_padding, heads)[group]
     return Heads(
         q=q,
         k=k,
@@ -222,7 +235,7 @@ def load_heads(spec: Spec, inputs: Inputs, group: slice = slice(None)) -> Heads:
     )
 
 
-def _repeat_for_heads(x: Tensor, heads: int) -> Tensor:
+def repeat_for_heads(x: Tensor, heads: int) -> Tensor:
     """Return x (B, ...) as (B·H, ...), the same for all heads of a sequence."""
     return x[:, None].expand(-1, heads, *x.shape[1:]).flatten(0, 1)
 

@@ -2,7 +2,7 @@
 
 Only compiled calls use these operators, because dispatching an operator would slow down an eager call. Like all
 compiled code, they can be differentiated only once. A custom operator cannot have a dataclass as an argument, so the
-fields of `Spec` are separate arguments, without max_global: calls with global tokens are not compiled this way.
+fields of `Inputs` and `Spec`, in their order, are separate arguments.
 """
 
 from collections.abc import Sequence
@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln_fairseq.ops.backends import load_backend
+from lln_fairseq.ops.backends import NUM_DIFFERENTIABLE, load_backend
 from lln_fairseq.ops.formula import DIAG, Inputs, Spec
 
 
 def compiled_attention(spec: Spec, inputs: Inputs, backend: str) -> Tensor:
     """Compute a call under torch.compile. The seed is an input, so that recomputing the pass drops the same weights."""
-    q, k, v, alpha, beta, offset, padding, _, seed = inputs
-    settings = (spec.form, spec.block_size, spec.dropout, spec.neighbors, backend)
-    return torch.ops.lln_fairseq.hybrid_attention(q, k, v, alpha, beta, offset, padding, seed, *settings)[0]
+    settings = (spec.form, spec.block_size, spec.dropout, spec.max_global, spec.neighbors)
+    return torch.ops.lln_fairseq.hybrid_attention(*inputs, *settings, backend)[0]
 
 
 @torch.library.custom_op("lln_fairseq::hybrid_attention", mutates_args=())
@@ -31,10 +30,12 @@ def _forward(
     beta: Tensor | None,
     offset: Tensor | None,
     padding: Tensor | None,
+    global_counts: Tensor | None,
     seed: Tensor | None,
     form: str,
     block_size: int,
     dropout: float,
+    max_global: int,
     neighbors: int,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
@@ -43,8 +44,8 @@ def _forward(
     An operator must not return its inputs, nor None. So α and β are returned as copies, or as empty tensors without
     LLN.
     """
-    spec = Spec(form, block_size, dropout, neighbors=neighbors)
-    inputs = Inputs(q, k, v, alpha, beta, offset, padding, seed=seed)
+    spec = Spec(form, block_size, dropout, max_global, neighbors)
+    inputs = Inputs(q, k, v, alpha, beta, offset, padding, global_counts, seed)
     out, used_alpha, used_beta, saved = load_backend(backend).forward(spec, inputs)
     if form == DIAG:
         return out, q.new_empty(0), q.new_empty(0), list(saved)
@@ -61,10 +62,10 @@ def _forward_shapes(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, *other_inputs: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Return empty tensors with the shapes, dtypes and strides of `_forward`'s results, for tracing."""
-    form, block_size, dropout, neighbors, backend = other_inputs[3:]
-    spec = Spec(form, block_size, dropout, neighbors=neighbors)
+    *settings, backend = other_inputs[4:]
+    spec = Spec(*settings)
     results, saved = load_backend(backend).allocate(spec, q, k, v)
-    if form == DIAG:
+    if spec.form == DIAG:
         return results[0], q.new_empty(0), q.new_empty(0), list(saved)
     matched_scalar = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     used_alpha = torch.empty_like(matched_scalar if alpha is None else alpha)
@@ -82,18 +83,20 @@ def _backward(
     beta: Tensor,
     offset: Tensor | None,
     padding: Tensor | None,
+    global_counts: Tensor | None,
     seed: Tensor | None,
     saved: Sequence[Tensor],
     needed: Sequence[bool],
     form: str,
     block_size: int,
     dropout: float,
+    max_global: int,
     neighbors: int,
     backend: str,
 ) -> list[Tensor]:
     """Return the gradients of q, k, v, α, β and the offset; an empty tensor for one that is not needed."""
-    spec = Spec(form, block_size, dropout, neighbors=neighbors)
-    inputs = Inputs(q, k, v, alpha, beta, offset, padding, seed=seed)
+    spec = Spec(form, block_size, dropout, max_global, neighbors)
+    inputs = Inputs(q, k, v, alpha, beta, offset, padding, global_counts, seed)
     gradients = load_backend(backend).backward(spec, inputs, saved, grad, needed)
     return [q.new_empty(0) if x is None else x for x in gradients]
 
@@ -103,9 +106,8 @@ def _backward_shapes(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, *other_inputs: Any
 ) -> list[Tensor]:
     """Return empty tensors with the shapes, dtypes and strides of `_backward`'s results, for tracing."""
-    needed, form, block_size, dropout, neighbors, backend = other_inputs[4:]
-    spec = Spec(form, block_size, dropout, neighbors=neighbors)
-    results, _ = load_backend(backend).allocate(spec, q, k, v)
+    needed, *settings, backend = other_inputs[5:]
+    results, _ = load_backend(backend).allocate(Spec(*settings), q, k, v)
     gradients = list(results)
     for need in needed:
         if need:
@@ -117,10 +119,11 @@ def _backward_shapes(
 
 def _save_for_backward(ctx: Any, inputs: tuple, output: tuple) -> None:
     """Store what `_gradients` needs: the inputs of `_forward`, the returned α and β, and the saved tensors."""
-    q, k, v, _, _, offset, padding, seed, *settings = inputs
+    number = len(Inputs._fields)
     _, alpha, beta, saved = output
-    ctx.save_for_backward(q, k, v, alpha, beta, offset, padding, seed, *saved)
-    ctx.settings = settings
+    tensors = Inputs(*inputs[:number])._replace(alpha=alpha, beta=beta)
+    ctx.save_for_backward(*tensors, *saved)
+    ctx.settings = inputs[number:]
 
 
 def _gradients(ctx: Any, grad: Tensor, *other_gradients: object) -> tuple[Tensor | None, ...]:
@@ -128,13 +131,14 @@ def _gradients(ctx: Any, grad: Tensor, *other_gradients: object) -> tuple[Tensor
 
     The gradients of the other outputs are not used, because only the backward pass uses these outputs.
     """
-    inputs = ctx.saved_tensors[:8]
-    saved = list(ctx.saved_tensors[8:])
+    number = len(Inputs._fields)
+    inputs = ctx.saved_tensors[:number]
+    saved = list(ctx.saved_tensors[number:])
     needed = list(ctx.needs_input_grad[3:6])
     gradients = torch.ops.lln_fairseq.hybrid_attention_backward(grad, *inputs, saved, needed, *ctx.settings)
     scalar_gradients = [x if need else None for x, need in zip(gradients[3:], needed, strict=True)]
-    padding_seed_and_settings = (None,) * (2 + len(ctx.settings))
-    return *gradients[:3], *scalar_gradients, *padding_seed_and_settings
+    others = (None,) * (number - NUM_DIFFERENTIABLE + len(ctx.settings))
+    return *gradients[:3], *scalar_gradients, *others
 
 
 _forward.register_autograd(_gradients, setup_context=_save_for_backward)

@@ -127,15 +127,56 @@ def test_operator_passes_torchs_checks(layout, form, matched, backend):
     seed = torch.tensor([7])
     for mask, dropout in ((None, 0.0), (torch.arange(24)[None] >= 19, 0.1)):
         neighbors = 1 if form == DIAG else 0
-        settings = (form, 16, 0.0 if form == LLN else dropout, neighbors, backend)
-        arguments = (*leaves, alpha, beta, offset, mask, seed if dropout else None, *settings)
+        has_global = form in (DIAG, JOINT)
+        if backend == "triton" and dropout:
+            has_global = False  # see dispatch.py
+        counts = torch.tensor([5]) if has_global else None
+        spec = Spec(form, 16, 0.0 if form == LLN else dropout, 6 if has_global else 0, neighbors)
+        inputs = Inputs(*leaves, alpha, beta, offset, mask, counts, seed if dropout else None)
+        arguments = (*inputs, *dataclasses.astuple(spec), backend)
         torch.library.opcheck(torch.ops.lln_fairseq.hybrid_attention.default, arguments)
 
 
-def test_operator_takes_every_field_of_the_spec():
-    """Except global tokens, which it cannot have: see dispatch.py."""
-    arguments = {argument.name for argument in torch.ops.lln_fairseq.hybrid_attention.default._schema.arguments}
-    assert {field.name for field in dataclasses.fields(Spec)} - {"max_global"} <= arguments
+def test_operator_takes_every_tensor_and_every_field_of_the_spec():
+    arguments = [argument.name for argument in torch.ops.lln_fairseq.hybrid_attention.default._schema.arguments]
+    assert arguments == [*Inputs._fields, *(field.name for field in dataclasses.fields(Spec)), "backend"]
+
+
+@needs_kernels
+@pytest.mark.parametrize("number", [20, torch.tensor([20, 3])], ids=str)
+@pytest.mark.parametrize("bound", [None, 30])
+def test_graph_has_the_operator_with_global_tokens(bound, number, compiler):
+    """Without padding and with it. The numbers of a tensor are limited by the bound, or by N."""
+
+    def attention(q, k, v, context):
+        options = {"global_tokens": number, "max_global_tokens": bound, "mix": "joint_offset", "block_size": 16}
+        return lln_diag_attention(q, k, v, 1.2, 0.9, context.padding, **options)
+
+    for padding in (None, random_padding(2, 97)):
+        expected = output_and_gradients(Context(padding), attention)
+        actual = output_and_gradients(Context(padding), compiler.compile(attention))
+        assert all(map(torch.equal, actual, expected))
+    assert compiler.operators.count(OPERATOR) == 2
+
+
+@needs_kernels
+def test_dynamic_graph_with_first_segments_serves_every_length(compiler):
+    """Also sequences that are shorter than the bound of 128 global tokens."""
+    attention = build_attention("block_diag", 3, 32, 256, block_size=16, global_tokens="first_segment").eval()
+
+    def attend(q, k, v, first_lengths):
+        return attention(q, k, v, Context(None, first_lengths, 9))
+
+    compiled = compiler.compile(attend, dynamic=True)
+    for length in (33, 97, 150):
+        q, k, v = (x.requires_grad_() for x in random_qkv(length=length))
+        lengths = torch.tensor([9, 5])
+        expected = attend(q, k, v, lengths)
+        actual = compiled(q, k, v, lengths)
+        assert torch.equal(actual, expected)
+        (grad,) = torch.autograd.grad(actual.sum(), k)
+        assert torch.equal(grad, torch.autograd.grad(expected.sum(), k)[0])
+    assert compiler.operators.count(OPERATOR) == 1
 
 
 @needs_kernels

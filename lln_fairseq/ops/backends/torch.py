@@ -10,6 +10,9 @@ the index b stands for the rows of a block. The gradients are
 
 The gradient of P is c E outside the block and, because u = 1 - Σ_j M_ij, -du inside the block. It is computed as the
 sum of c E for all keys, which needs only the state, and dM inside the block.
+
+The rows of the global queries are softmax over all keys. In the backward pass, the gradient of the output of these rows
+is 0 for the blocks.
 """
 
 import math
@@ -79,8 +82,12 @@ def forward(spec: Spec, inputs: Inputs) -> tuple[Tensor, Tensor | None, Tensor |
         if sums is not None:
             group_sums = formula.sum_keys(heads)
             store_sums(group_sums, sums, group)
-        factors = _Dropout(spec, inputs, group)
-        write_group(formula.attend_heads(spec, heads, group_sums, factors.apply), out, group)
+        drop = _Dropout(spec, inputs, group.start)
+        result = formula.attend_heads(spec, heads, group_sums, drop.apply)
+        if inputs.global_counts is not None:
+            rows = GlobalRows(spec, inputs, heads, group)
+            result[:, : rows.number] = torch.where(rows.is_global, rows.attend(), result[:, : rows.number])
+        write_group(result, out, group)
     return out, inputs.alpha, inputs.beta, sums or ()
 
 
@@ -100,12 +107,19 @@ def backward(
     for group in _groups(spec, inputs):
         heads = formula.load_heads(spec, inputs, group)
         do = load_gradient(grad, heads, group)
-        drop = _Dropout(spec, inputs, group)
+        drop = _Dropout(spec, inputs, group.start)
+        row_gradients: Sequence[Tensor] = ()
+        if inputs.global_counts is not None:
+            rows = GlobalRows(spec, inputs, heads, group)
+            row_gradients = rows.backward(do[:, : rows.number])
+            do[:, : rows.number].masked_fill_(rows.is_global, 0.0)
         if spec.form == JOINT:
             assert sums is not None
             gradients = _joint_backward(heads, select_sums(sums, group), do, drop)
         else:
             gradients = _sum_backward(spec, heads, None if sums is None else select_sums(sums, group), do, drop)
+        for x, row_gradient in zip(gradients, row_gradients, strict=False):
+            x[:, : row_gradient.shape[1]] += row_gradient
         for x, target in zip(gradients[:3], results, strict=True):
             write_group(x, target, group)
         for x, target in zip(gradients[3:], scalars, strict=True):
@@ -197,15 +211,54 @@ def _weight_gradients(c: Tensor, u: Tensor, offset: Tensor, kinds: BlockKinds) -
     return by_u.masked_fill(is_constant, 0.0), by_offset.masked_fill(is_constant, 0.0)
 
 
-class _Dropout:
-    """Multiplies probabilities of the blocks of a group by the same random factors in every call.
+class GlobalRows:
+    """Softmax attention of the first queries of a group of heads to all keys that are not padding.
 
-    The factors depend on the seed of the call and on the group, so that forward and backward drop the same weights.
+    Only the rows of global queries belong to the output; `is_global`, bool (G, number, 1), marks them.
     """
 
-    def __init__(self, spec: Spec, inputs: Inputs, group: slice) -> None:
+    def __init__(self, spec: Spec, inputs: Inputs, heads: Heads, group: slice) -> None:
+        batch, num_heads, length, _ = inputs.q.shape
+        assert inputs.global_counts is not None
+        self.heads = heads
+        self.number = min(spec.max_global, length)
+        self.drop = _Dropout(spec, inputs, batch * num_heads + group.start)  # other factors than those of the blocks
+        is_global = torch.arange(self.number, device=heads.q.device) < inputs.global_counts[:, None]
+        self.is_global = formula.repeat_for_heads(is_global, num_heads)[group, :, None]
+
+    def attend(self) -> Tensor:
+        """Return the rows, (G, number, D)."""
+        return self.drop.apply(self._probabilities()) @ self.heads.v
+
+    def backward(self, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of the queries (G, number, D) and of k and v (G, N, D), for that of the rows."""
+        do = do.where(self.is_global, 0.0)
+        p = self._probabilities()
+        dv = self.drop.apply(p).mT @ do
+        dp = self.drop.apply(do @ self.heads.v.mT)
+        grad_scores = softmax_backward(dp, p) / math.sqrt(do.shape[-1])
+        return grad_scores @ self.heads.k, grad_scores.mT @ self.heads.q[:, : self.number], dv
+
+    def _probabilities(self) -> Tensor:
+        """Return the softmax before dropout, (G, number, N); 0 for padding keys."""
+        scores = self.heads.q[:, : self.number] @ self.heads.k.mT / math.sqrt(self.heads.q.shape[-1])
+        if self.heads.padding is None:
+            return scores.softmax(dim=-1)
+        padding = self.heads.padding.mT
+        p = scores.masked_fill(padding, torch.finfo(scores.dtype).min).softmax(dim=-1)
+        return p.masked_fill(padding, 0.0)
+
+
+class _Dropout:
+    """Multiplies the probabilities of a group by the same random factors in every call.
+
+    The factors depend on the seed of the call and on the number of the stream, so that forward and backward drop the
+    same weights. The blocks of a group have the number of its first head.
+    """
+
+    def __init__(self, spec: Spec, inputs: Inputs, number: int) -> None:
         self.dropout = spec.dropout
-        self.seed = 0 if inputs.seed is None else int(inputs.seed) + group.start
+        self.seed = 0 if inputs.seed is None else int(inputs.seed) + number
 
     def apply(self, p: Tensor) -> Tensor:
         """Return p with some entries set to 0, and the remaining ones divided by the probability of keeping."""

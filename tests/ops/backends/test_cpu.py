@@ -23,6 +23,7 @@ from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from lln_fairseq.ops.moment_matching import match_moments
 from tests.helpers import FLOAT32_FORWARD, random_padding, random_qkv, relative_rms
 from tests.ops.mixes import (
+    GLOBAL,
     TESTED_MIXES,
     assert_float32_accuracy,
     attend,
@@ -62,6 +63,34 @@ def test_number_of_threads_does_not_change_a_bit(mix):
         assert all(map(torch.equal, output_and_gradients(attend(mix, "cpu"), tensors), expected))
     finally:
         torch.set_num_threads(threads)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_rows_of_global_tokens_are_computed_in_parts(dropout, monkeypatch):
+    """The parts of 48 keys, one of which is all padding, have the results of a single part, with any threads."""
+    tensors = inputs(GLOBAL, batch=3, heads=2, length=150)
+    mask = holes(3, 150)
+    function = attend(GLOBAL, "cpu", mask, dropout_p=dropout)
+
+    def compute():
+        torch.manual_seed(1)
+        return output_and_gradients(function, tensors)
+
+    whole = compute()
+    monkeypatch.setattr(cpu, "PART_TOKENS", 48)
+    in_parts = compute()
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3 - min(threads, 2))
+        assert all(map(torch.equal, compute(), in_parts))
+    finally:
+        torch.set_num_threads(threads)
+    assert not torch.equal(in_parts[0], whole[0])
+    if dropout:  # the tiles of other parts begin at other tokens, so that other weights are dropped
+        assert relative_rms(in_parts[0], whole[0]) < 1
+    else:
+        assert_float32_accuracy(in_parts, output_and_gradients(oracle(GLOBAL, mask), tensors, torch.float64))
 
 
 @needs_compiler

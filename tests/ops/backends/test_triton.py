@@ -14,11 +14,10 @@ from threading import Lock
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lln_fairseq.ops import dispatch, reference
 from lln_fairseq.ops.backends import triton
-from lln_fairseq.ops.backends.triton import launch, plan
+from lln_fairseq.ops.backends.triton import global_rows, launch, plan
 from lln_fairseq.ops.backends.triton.launch import Settings
 from lln_fairseq.ops.formula import AVERAGE, DIAG, JOINT, LLN, Inputs, Spec
 from lln_fairseq.ops.lln import lln_diag_attention
@@ -202,8 +201,7 @@ def test_unaligned_tensors_have_plans_of_their_own(mix):
     expected = output_and_gradients(attend(mix, "triton"), tensors)
     plans = plan.plan_forward.cache_info().currsize
 
-    with sdpa_kernel(SDPBackend.MATH):  # on a GPU, torch's fused attention of the global tokens needs aligned tensors
-        actual = output_and_gradients(attend(mix, "triton"), [shifted(x) for x in tensors])
+    actual = output_and_gradients(attend(mix, "triton"), [shifted(x) for x in tensors])
     output_and_gradients(attend(mix, "triton"), tensors)
 
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)  # torch computes the rows of global tokens
@@ -226,6 +224,74 @@ def test_threads_share_plans(monkeypatch):
         results = list(pool.map(lambda _: attend("average", "triton")(*tensors), range(8)))
 
     assert all(torch.equal(x, expected) for x in results)
+
+
+def fused_attention(q, k, v, mask, compute_log_sumexp, dropout_p):
+    """Compute torch's fused attention for GPUs, which has no kernel for a CPU, in its layouts, without dropout."""
+    assert compute_log_sumexp
+    assert not dropout_p
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    if mask is not None:
+        assert mask.shape == scores.shape
+        assert mask.stride()[1:] == (0, 0, 1)
+        assert mask.stride(0) % 16 == 0
+        scores = scores + mask
+    lse = scores.logsumexp(-1)
+    out = ((scores - lse[..., None]).exp() @ v).transpose(1, 2).contiguous().transpose(1, 2)
+    seed = torch.zeros((), dtype=torch.int64)
+    return out, torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf), seed, seed
+
+
+def fused_attention_backward(grad, q, k, v, mask, out, lse, seed, offset, dropout_p, needed):
+    scale = q.shape[-1] ** -0.5
+    scores = scale * (q @ k.mT)
+    if mask is not None:
+        scores = scores + mask
+    p = (scores - lse[:, :, : q.shape[2], None]).exp()
+    dscores = scale * p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True))
+    return dscores @ k, dscores.mT @ q, p.mT @ grad, None
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the tests of the backends use torch's fused attention on a GPU")
+@pytest.mark.parametrize("padded", [False, True])
+def test_rows_of_global_tokens_by_fused_attention(padded, monkeypatch):
+    """The formulas of the fused attention stand in for it. The third sequence is all padding."""
+    monkeypatch.setattr(global_rows, "is_fused", lambda x: True)
+    monkeypatch.setattr(global_rows, "FUSED", fused_attention)
+    monkeypatch.setattr(global_rows, "FUSED_BACKWARD", fused_attention_backward)
+    mask = holes(3, 70) if padded else None
+    hidden = torch.zeros(3, 1, 70, 1, dtype=torch.bool)
+    if padded:
+        hidden = mask[:, None, :, None]
+    counts = torch.tensor([7, 0, 21])
+    tensors = inputs("joint_offset", 3, 2, 70, 32)
+
+    def without_padding(function):
+        return lambda *tensors: function(*tensors).masked_fill(hidden, 0.0)
+
+    definition = without_padding(oracle("joint_offset", mask, 16, counts))
+    expected = output_and_gradients(definition, tensors, torch.float64)
+    tensors[:3] = [x.masked_fill(hidden, torch.nan) for x in tensors[:3]]
+    attention = without_padding(attend("joint_offset", "triton", mask, 16, global_tokens=counts))
+
+    assert_float32_accuracy(output_and_gradients(attention, tensors), expected)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_fused_attention_has_the_announced_arguments_and_results(padded, monkeypatch):
+    """On the meta device, where torch checks the arguments and computes the shapes of the results."""
+    monkeypatch.undo()
+    monkeypatch.setattr(global_rows, "is_fused", lambda x: True)
+    q, k, v, out = torch.empty(4, 2, 3, 70, 32, dtype=torch.float16, device="meta")
+    padding = torch.zeros(2, 70, dtype=torch.bool, device="meta") if padded else None
+    tensors = Inputs(q, k, v, padding=padding, global_counts=torch.zeros(2, dtype=torch.int64, device="meta"))
+    for dropout in (0.0, 0.1):
+        spec = Spec(DIAG, 16, dropout, max_global=37)
+        saved = global_rows.attend_from_global_tokens(spec, tensors, out)
+        for x, y in zip(saved, global_rows.empty_rows(spec, q), strict=not dropout):
+            assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+        assert len(saved) == (4 if dropout else 2)
+        global_rows.global_rows_backward(spec, tensors, saved, out, (q, k, v))
 
 
 BLOCK_SIZE = 48

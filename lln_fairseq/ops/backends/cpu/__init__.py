@@ -30,8 +30,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIMS = range(16, 257, 16)
 CONSTANTS = {name: getattr(formula, name) for name in ("FLOOR", "PADDED_QUERY_LIMIT", "MIN_SIGMA", "LOG_SIGMA2_LIMIT")}
 MAX_BLOCK_SIZE = 256
+ROW_MULTIPLE = 16  # MULTIPLE in csrc/tiles.h
 TILE_SIZE = 64  # tokens per tile for a call without blocks; otherwise a tile is a block
 NUM_LOG_SUM_ROWS = 3  # of the states, after the D rows of S: L, and the maximum and the sum from which L is computed
+# The rows of global tokens are computed in parts of PART_TOKENS keys, or of more, so that there are at most MAX_PARTS.
+PART_TOKENS = 1024
+MAX_PARTS = 64
 
 THREAD = threading.local()  # its attribute `scratch` is the scratch memory of all calls from a Python thread
 
@@ -49,6 +53,8 @@ FIELDS = [
     ("d", "diag_weight"),
     *(("P", name) for name in POINTERS),
     ("P", "global_tokens"),
+    *(("q", name) for name in ("parts", "part_tokens")),
+    *(("P", name) for name in ("rows", "row_stats", "row_parts")),
     ("P", "scratch"),
     ("P", "calibration.x"),
     ("P", "calibration.y"),
@@ -116,6 +122,7 @@ def _call_kernel(
     views: Sequence[Tensor],
     pointers: Sequence[Tensor | None],
     inputs: Inputs,
+    saved_rows: Sequence[Tensor] = (),
     table: Sequence[Tensor] | None = None,
 ) -> None:
     """Call a function of csrc/attention.c. It writes its results into tensors among `views` and `pointers`.
@@ -127,6 +134,7 @@ def _call_kernel(
         pointers: tensors or None, in the order of POINTERS. Trailing tensors may be missing. The kernel reads
             contiguous copies of tensors that are not contiguous.
         inputs: the inputs of the call, for the number of global tokens and the seed.
+        saved_rows: the result of `_empty_rows`, if there are global tokens.
         table: the calibration table with which the kernel computes α and β, or None if α and β are inputs.
     """
     global _threads_started
@@ -156,7 +164,15 @@ def _call_kernel(
             copies.append(x)
             values.append(x.data_ptr())
     values += [0] * (len(POINTERS) - len(pointers))
-    values.append(0 if inputs.global_counts is None else inputs.global_counts.data_ptr())
+    if inputs.global_counts is None:
+        values += 6 * [0]
+    else:
+        part_tokens = max(PART_TOKENS, -(-tokens // MAX_PARTS))
+        parts = -(-tokens // part_tokens)
+        rows = -(-spec.max_global // ROW_MULTIPLE) * ROW_MULTIPLE
+        row_parts = torch.empty(batch * heads * parts * rows * (dim + 2), dtype=torch.float32, device="cpu")
+        values += [inputs.global_counts.data_ptr(), parts, part_tokens]
+        values += [x.data_ptr() for x in (*saved_rows, row_parts)]
     values.append(scratch.data_ptr())
     if table is None:
         values += [0, 0, 0]
@@ -183,7 +199,7 @@ def _readable(x: Tensor) -> Tensor:
 def allocate(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """See `Backend.allocate`."""
     results = [fresh_result(_with_contiguous_features(x)) for x in (q, k, v)]
-    return results, _empty_states(spec, q)
+    return results, (*_empty_states(spec, q), *_empty_rows(spec, q))
 
 
 def _empty_states(spec: Spec, q: Tensor) -> Sequence[Tensor]:
@@ -195,6 +211,19 @@ def _empty_states(spec: Spec, q: Tensor) -> Sequence[Tensor]:
         return ()
     batch, heads, _, dim = q.shape
     return (q.new_empty(batch, heads, dim + NUM_LOG_SUM_ROWS, dim, dtype=torch.float32),)
+
+
+def _empty_rows(spec: Spec, q: Tensor) -> Sequence[Tensor]:
+    """Return uninitialized tensors for what is saved of the rows of global tokens; none without global tokens.
+
+    They are the rows of the output, (B, H, max_global, D), and the two statistics of their softmax,
+    (B, H, 2, max_global).
+    """
+    if not spec.max_global:
+        return ()
+    batch, heads, _, dim = q.shape
+    rows = q.new_empty(batch, heads, spec.max_global, dim, dtype=torch.float32)
+    return rows, q.new_empty(batch, heads, 2, spec.max_global, dtype=torch.float32)
 
 
 def forward(spec: Spec, inputs: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None, Sequence[Tensor]]:
@@ -210,12 +239,12 @@ def forward(spec: Spec, inputs: Inputs) -> tuple[Tensor, Tensor | None, Tensor |
         beta = q.new_empty(q.shape[:2])
         table = calibration_table(q.shape[3])
     out = fresh_result(q)
-    saved = _empty_states(spec, q)
-    states = saved[0] if saved else None
+    states = _empty_states(spec, q)
+    rows = _empty_rows(spec, q)
     views = (q, k, v, out)
-    pointers = (inputs.padding, alpha, beta, states, None, None, inputs.offset)
-    _call_kernel("forward", spec, views, pointers, inputs, table)
-    return out.to(inputs.q.dtype), alpha, beta, saved
+    pointers = (inputs.padding, alpha, beta, states[0] if states else None, None, None, inputs.offset)
+    _call_kernel("forward", spec, views, pointers, inputs, rows, table)
+    return out.to(inputs.q.dtype), alpha, beta, (*states, *rows)
 
 
 def backward(
@@ -231,9 +260,11 @@ def backward(
     grads = [fresh_result(x) for x in views[:3]]
     grad_scalars = [views[0].new_empty(views[0].shape[:2]) if is_needed else None for is_needed in needed]
     grad_alpha, grad_beta, grad_offset = grad_scalars
-    states = saved[0] if saved else None
+    states = None
+    if spec.form != DIAG:
+        states, *saved = saved
     pointers = [inputs.padding, inputs.alpha, inputs.beta, states, grad_alpha, grad_beta, inputs.offset, grad_offset]
-    _call_kernel("backward", spec, [*views, *grads], pointers, inputs)
+    _call_kernel("backward", spec, [*views, *grads], pointers, inputs, saved)
     return *(x.to(dtype) for x in grads), *grad_scalars
 
 
@@ -243,5 +274,5 @@ def match_moments(q: Tensor, k: Tensor, padding: Tensor | None, table: Sequence[
     alpha = views[0].new_empty(*q.shape[:2])
     beta = views[0].new_empty(*q.shape[:2])
     inputs = Inputs(q, k, k)
-    _call_kernel("match_moments", Spec(LLN), views, (padding, alpha, beta), inputs, table)
+    _call_kernel("match_moments", Spec(LLN), views, (padding, alpha, beta), inputs, table=table)
     return alpha, beta

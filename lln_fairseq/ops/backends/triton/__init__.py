@@ -9,10 +9,16 @@ in float32, with logarithms in base 2. S is (B H, D, D) in the dtype of q.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lln_fairseq.ops.backends.triton.global_rows import (
+    attend_from_global_tokens,
+    empty_rows,
+    global_rows_backward,
+)
 from lln_fairseq.ops.backends.triton.launch import device_of, launch_kernel, mask_bytes, reason_against, workspace
 from lln_fairseq.ops.backends.triton.plan import (
     SplitPlan,
@@ -35,8 +41,8 @@ def allocate(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Sequence[Tens
     results = [q, k, v]
     if not have_common_strides(q.shape, [x.stride() for x in results]):
         results = [x.contiguous() for x in results]
-    saved = () if spec.form == DIAG else _empty_state(q)
-    return [torch.empty_like(x) for x in results], saved
+    state = () if spec.form == DIAG else _empty_state(q)
+    return [torch.empty_like(x) for x in results], (*state, *empty_rows(spec, q))
 
 
 def _empty_state(q: Tensor) -> StateTensors:
@@ -63,27 +69,28 @@ def forward(spec: Spec, inputs: Inputs) -> tuple[Tensor, Tensor | None, Tensor |
         v = v.contiguous()
     out = torch.empty_like(q)
     state: Sequence[Tensor] = ()
+    rows: Sequence[Tensor] = ()
     with device_of(q):
         if plan.state is not None:
             state = _compute_state(plan.state, k, v, padding, alpha_beta[1])
-        numbers = _numbers_of_keys(spec, plan.has_global, padding, counts)
+        if counts is not None:
+            rows = attend_from_global_tokens(spec, inputs, out)
+        num_padding = _count_padding(spec, padding)
         state_arguments = state or (None, None, None)
-        launch_kernel(plan.output, q, k, v, padding, *numbers, *alpha_beta, offset, seed, *state_arguments, out)
-    return out, alpha, beta, state
+        tensors = (q, k, v, padding, num_padding, counts, *alpha_beta, offset, seed, *state_arguments)
+        launch_kernel(plan.output, *tensors, out)  # which overwrites the rows of tokens that are not global
+    return out, alpha, beta, (*state, *rows)
 
 
 def _dense(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _numbers_of_keys(
-    spec: Spec, has_global: bool, padding: Tensor | None, counts: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the numbers of padding tokens and of global tokens of every sequence, (B,); None for those not needed."""
-    num_padding = None
-    if spec.form == JOINT and padding is not None:
-        num_padding = padding.sum(dim=-1, dtype=torch.int32)
-    return num_padding, counts if has_global else None
+def _count_padding(spec: Spec, padding: Tensor | None) -> Tensor | None:
+    """Return the number of padding tokens of every sequence, (B,), or None if it is not needed."""
+    if spec.form != JOINT or padding is None:
+        return None
+    return padding.sum(dim=-1, dtype=torch.int32)
 
 
 def _compute_state(plan: SplitPlan, k: Tensor, v: Tensor, padding: Tensor | None, beta: Tensor | None) -> StateTensors:
@@ -115,13 +122,17 @@ def backward(
     q, k, v, alpha, beta, offset, padding, counts, seed = inputs
     if grad.stride(-1) != 1:  # an expanded gradient, such as that of .sum()
         grad = grad.contiguous()
+    state: Sequence[Any] = saved[:3]
+    rows = saved[3:]
     if spec.form == DIAG:
+        state = (None, None, None)
+        rows = saved
         alpha = None
         beta = None
     alpha_beta = (_dense(alpha), _dense(beta))
     offset = _dense(offset)
     padding = mask_bytes(padding)
-    layout = layout_of(q, k, v, *alpha_beta, offset, padding, counts, seed, *saved, grad)
+    layout = layout_of(q, k, v, *alpha_beta, offset, padding, counts, seed, *state, grad)
     plan = plan_backward(spec, layout, tuple(needed))
     if plan.is_copied:
         q = q.contiguous()
@@ -141,32 +152,32 @@ def backward(
     dbeta = workspace(q, *plan.beta_terms) if plan.beta_terms else None
     doffset = workspace(q, *plan.offset_terms) if plan.offset_terms else None
     with device_of(q):
-        numbers = _numbers_of_keys(spec, plan.has_global, padding, counts)
-        state = saved or (None, None, None)
-        tensors = (q, k, v, grad, padding, *numbers, *alpha_beta, offset, seed, *state)
+        tensors = (q, k, v, grad, padding, _count_padding(spec, padding), counts, *alpha_beta, offset, seed, *state)
         if plan.queries is not None:
             launch_kernel(plan.queries, *tensors, None, None, query_stats, None, dq, None, None, dalpha, None, doffset)
         if plan.grad_state is not None:
             g = workspace(q, batch * heads, dim)
-            grad_state = torch.empty_like(saved[2])
+            grad_state = torch.empty_like(state[2])
             results = (dq, dalpha) if spec.form == LLN else (None, None)
-            inner = (q, grad, padding, alpha_beta[0], *saved, query_stats if spec.form == JOINT else None)
-            _compute_grad_state(plan.grad_state, inner, saved, g, grad_state, results)
+            inner = (q, grad, padding, counts, alpha_beta[0], *state, query_stats if spec.form == JOINT else None)
+            _compute_grad_state(plan.grad_state, inner, state, g, grad_state, results)
         if plan.global_keys is not None:
             global_sums = workspace(q, *plan.global_sums)
-            inner = (q, k, v, grad, padding, numbers[1], *alpha_beta, seed, *state[:2], query_stats)
+            inner = (q, k, v, grad, padding, counts, *alpha_beta, seed, *state[:2], query_stats)
             launch_kernel(plan.global_keys, *inner, global_sums)
         if plan.queries is None and spec.form != LLN:
             launch_kernel(plan.keys, *tensors, g, grad_state, query_stats, None, dq, dk, dv, dalpha, dbeta, None)
         else:
             launch_kernel(plan.keys, *tensors, g, grad_state, query_stats, global_sums, None, dk, dv, None, dbeta, None)
+        if counts is not None:
+            global_rows_backward(spec, inputs, rows, grad, (dq, dk, dv))
     return dq, dk, dv, *(_sum_programs(x, batch, heads) for x in (dalpha, dbeta, doffset))
 
 
 def _compute_grad_state(
     plan: SplitPlan,
     tensors: Sequence[Tensor | None],
-    saved: Sequence[Tensor],
+    state: Sequence[Tensor],
     g: Tensor,
     grad_state: Tensor,
     results: tuple[Tensor | None, Tensor | None],
@@ -185,7 +196,7 @@ def _compute_grad_state(
         parts = (workspace(g, bh, plan.splits, dim), workspace(g, bh, plan.splits, dim, dim))
     launch_kernel(plan.kernel, *tensors, *parts, *results)
     if plan.combine is not None:
-        launch_kernel(plan.combine, *parts, *saved[1:], g, grad_state)
+        launch_kernel(plan.combine, *parts, *state[1:], g, grad_state)
 
 
 def _sum_programs(terms: Tensor | None, batch: int, heads: int) -> Tensor | None:

@@ -25,6 +25,8 @@ The kernels, in the order of their launches:
     joint form     _backward_kernel with KEYS      reads q, k, v, do; writes dk, dv and dβ
     average        _backward_kernel with both      reads q, k, v, do; writes dq, dk, dv, dα and dβ
 
+The rows of do that belong to global queries count as 0: global_rows.py has their part of the gradients.
+
 A, dA, W and p are computed again: q, k and v are the only tensors as long as the sequence that the forward pass saves.
 Tiles are loaded again where they are needed. Tiles that stayed in registers would spill them.
 
@@ -63,6 +65,7 @@ from lln_fairseq.ops.backends.triton.device import (
     LOWEST,
     _dot,
     _exp2_at_most_1,
+    _has_row,
     _head_offset,
     _key_features,
     _load_head,
@@ -180,6 +183,7 @@ def _grad_state_kernel(
     q,
     do,
     padding,
+    num_global,
     alpha,
     maximum,
     log_total,
@@ -218,7 +222,7 @@ def _grad_state_kernel(
     D: tl.constexpr = META.dim
     ROWS: tl.constexpr = META.rows
     head = _load_head(
-        q, None, None, do, padding, None, None, alpha, None, None, s_b, s_h, s_n, s_do_b, s_do_h, s_do_n, H, N
+        q, None, None, do, padding, None, num_global, alpha, None, None, s_b, s_h, s_n, s_do_b, s_do_h, s_do_n, H, N
     )
     state = _state_of_head(maximum, log_total, S, head.i_bh, META)
     start = tl.program_id(1) * T
@@ -234,8 +238,9 @@ def _grad_state_kernel(
         i_t = start + i_r
         o_q, _, b_q = _load_queries(head, i_t, end, META)
         in_range = o_q < end
+        has_row = _has_row(head, o_q, end, META)
         # (rows, D)
-        b_do = _load_rows(head.do, i_t, head.stride_do, in_range, META).to(META.dot)
+        b_do = _load_rows(head.do, i_t, head.stride_do, has_row, META).to(META.dot)
         b_a = _query_features(b_q, head.alpha, b_l)
         if META.form == JOINT:
             stats = _load_query_stats(query_stats, head, o_q, in_range, META)
@@ -246,7 +251,7 @@ def _grad_state_kernel(
                 b_da = _dot(b_do, b_ST)
             else:
                 b_da = tl.zeros([ROWS, D], tl.float32)
-                b_da = _add_times_transposed(b_da, head.do, i_t, head.stride_do, in_range, state.S, META)
+                b_da = _add_times_transposed(b_da, head.do, i_t, head.stride_do, has_row, state.S, META)
             b_dx = b_a * (b_da - tl.sum(b_a * b_da, 1)[:, None])
             b_rounded_a = b_a.to(META.dot)
             # (D,): A δ, plus the error of S · dS from rounding A
@@ -404,8 +409,9 @@ def _query_pass(head, state, offset, query_stats, dq, stride_dq, dalpha, doffset
         i_t = start + i_r
         o_q, usable, b_q = _load_queries(head, i_t, end, META)
         in_range = o_q < end
+        has_row = _has_row(head, o_q, end, META)
         # (rows, D)
-        b_do = _load_rows(head.do, i_t, head.stride_do, in_range, META).to(META.dot)
+        b_do = _load_rows(head.do, i_t, head.stride_do, has_row, META).to(META.dot)
         b_da = tl.zeros([ROWS, D], tl.float32)
         # (rows,)
         b_lse, b_de, b_inside, b_me, b_num_keys = _sum_over_block(head, state, b_q, b_do, o_q, start, end, META)
@@ -415,7 +421,7 @@ def _query_pass(head, state, offset, query_stats, dq, stride_dq, dalpha, doffset
         if META.form == JOINT:
             # (rows, D)
             b_a = _query_features(b_q, head.alpha, _load_log_sum(state, META))
-            b_da = _add_times_transposed(b_da, head.do, i_t, head.stride_do, in_range, state.S, META)
+            b_da = _add_times_transposed(b_da, head.do, i_t, head.stride_do, has_row, state.S, META)
             # (rows,)
             b_oe = tl.sum(b_a * b_da, 1) - b_me
             b_u = _outside_mass(b_inside)
@@ -436,7 +442,7 @@ def _query_pass(head, state, offset, query_stats, dq, stride_dq, dalpha, doffset
                 b_da *= tl.exp2(-tl.load(state.log_total + tl.arange(0, D)))[None, :]
             else:
                 b_a = _query_features(b_q, head.alpha, _load_log_sum(state, META))
-                b_da = _add_times_transposed(b_da, head.do, i_t, head.stride_do, in_range, state.S, META)
+                b_da = _add_times_transposed(b_da, head.do, i_t, head.stride_do, has_row, state.S, META)
                 b_delta = tl.sum(b_a * b_da, 1)
             b_dx = META.weight * b_a * (b_da - b_delta[:, None])
             b_dq += head.alpha * b_dx
@@ -476,6 +482,7 @@ def _sum_over_queries(
         i_t = start + i_r
         o_q = i_t + tl.arange(0, ROWS)
         in_range = o_q < end
+        has_row = _has_row(head, o_q, end, META)
         if tile_stats is None:
             stats = _load_query_stats(query_stats, head, o_q, in_range, META)
         else:
@@ -484,7 +491,7 @@ def _sum_over_queries(
         if META.has_padding:
             usable = in_range & (stats.lse != float("inf"))
         b_q = _load_rows(head.q, i_t, head.stride, usable, META)
-        b_do = _load_rows(head.do, i_t, head.stride_do, in_range, META).to(META.dot)
+        b_do = _load_rows(head.do, i_t, head.stride_do, has_row, META).to(META.dot)
         if META.form == JOINT:
             b_a = _query_features(b_q, head.alpha, _load_log_sum(state, META))
             inverse_least, b_least_over_total = _load_inverse_total(state, META)

@@ -173,6 +173,15 @@ def _is_real_key(head, o_k, end, META: tl.constexpr):
 
 
 @triton.jit
+def _has_row(head, o_q, end, META: tl.constexpr):
+    """Return True for each of the queries o_q that lies before `end` and is not global: see global_rows.py."""
+    has_row = o_q < end
+    if META.has_global_rows:
+        has_row = has_row & (o_q >= head.num_global)
+    return has_row
+
+
+@triton.jit
 def _load_keys(head, i_t, end, META: tl.constexpr):
     """Load the keys and values of the tokens i_t, i_t + 1, ...
 

@@ -34,6 +34,7 @@ class _SettingsFields(NamedTuple):
     chunk: int = 1  # tokens of one program, a multiple of the block size
     reach: int = 0  # tokens on each side of a block that are keys of the block too, a multiple of the block size
     has_global: bool = False  # True if there are global tokens before the last chunk's blocks
+    has_global_rows: bool = False  # True if the rows of global tokens are left out: see global_rows.py
     dropout: float = 0.0
     scale: float = 1.0  # 1 / √D
     chunk_rows: int = 1  # rows of the tiles of a chunk and of the tokens that it reaches

@@ -28,6 +28,7 @@ from lln_fairseq.ops.backends.triton.device import (
     LLN,
     LOWEST,
     _dot,
+    _has_row,
     _head_offset,
     _key_features,
     _load_head,
@@ -112,7 +113,8 @@ def _output_kernel(
 ):
     """Write A S, Diag v, ½ (A S + Diag v) or (1 - c u) Diag v + c (A S - M v) with u = 1 - Σ_j M.
 
-    The grid is (B H, ⌈N / chunk⌉). `offset` is (B H,), the offset o of each head. `out` is (B, H, N, D), the output.
+    The grid is (B H, ⌈N / chunk⌉). `offset` is (B H,), the offset o of each head. `out` is (B, H, N, D), the output,
+    of which the rows of global tokens are not written.
     """
     D: tl.constexpr = META.dim
     ROWS: tl.constexpr = META.rows
@@ -151,4 +153,4 @@ def _output_kernel(
                 b_lln *= b_c[:, None]
             # (rows, D)
             b_o = META.weight * (b_block_weight[:, None] * b_block + b_lln)
-        _store_rows(p_out, i_t, s_out_n, b_o, o_q < end, META)
+        _store_rows(p_out, i_t, s_out_n, b_o, _has_row(head, o_q, end, META), META)

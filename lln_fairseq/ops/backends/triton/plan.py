@@ -78,14 +78,12 @@ class ForwardPlan(NamedTuple):
     is_copied: bool  # True if q, k and v are made contiguous first
     state: SplitPlan | None  # None without LLN
     output: Kernel
-    has_global: bool
 
 
 class BackwardPlan(NamedTuple):
     """The kernels of a backward pass. The order of their launches is that of backward_kernels.py."""
 
     is_copied: bool
-    has_global: bool
     queries: Kernel | None  # None if `keys` computes the gradients of both, and for LLN
     grad_state: SplitPlan | None  # None without LLN
     global_keys: Kernel | None  # None without global keys
@@ -160,6 +158,7 @@ def _chunk_kernel(
         chunk=chunk,
         reach=spec.neighbors * spec.block_size,
         has_global=count_global_keys(spec, length, spec.block_size) > 0,
+        has_global_rows=spec.max_global > 0,
         dropout=spec.dropout,
     )
     grid = (batch * heads, math.ceil(length / chunk), 1)
@@ -217,7 +216,7 @@ def plan_forward(spec: Spec, layout: TensorLayout) -> ForwardPlan:
         state = SplitPlan(splits, kernel, combine)
     numbers = (*strides, *out_strides, heads, length)
     output = _chunk_kernel(_output_kernel, "output", layout, spec, has_padding, *numbers)
-    return ForwardPlan(is_copied, state, output, output.constants["META"].has_global)
+    return ForwardPlan(is_copied, state, output)
 
 
 def _combine_kernel(function: Any, layout: TensorLayout, numbers: tuple[int, ...], **constants: Any) -> Kernel:
@@ -275,12 +274,13 @@ def plan_backward(spec: Spec, layout: TensorLayout, needed: tuple[bool, ...]) ->
         tile = _tile("grad_state", layout)
         if splits > 1:
             tile = _tile("grad_state_splits", layout)
+        settings = _settings(layout, tile.rows, has_padding, spec.form, has_global_rows=spec.max_global > 0)
         kernel = Kernel(
             _grad_state_kernel,
             (batch * heads, splits, 1),
             layout.device,
             (*inner, *out_strides, heads, length, tokens),
-            {"FINAL": splits == 1, "META": _settings(layout, tile.rows, has_padding, spec.form), **tile.options},
+            {"FINAL": splits == 1, "META": settings, **tile.options},
         )
         combine = None
         if splits > 1:
@@ -301,7 +301,6 @@ def plan_backward(spec: Spec, layout: TensorLayout, needed: tuple[bool, ...]) ->
         offset_terms = queries.grid[:2]
     return BackwardPlan(
         is_copied=is_copied,
-        has_global=has_global,
         queries=queries,
         grad_state=grad_state,
         global_keys=global_keys,

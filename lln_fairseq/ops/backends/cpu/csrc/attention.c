@@ -12,6 +12,7 @@
 #include "block_keys.h"
 #include "block_diag.h"
 #include "joint.h"
+#include "global_rows.h"
 #include "moments.h"
 
 /* Compute the output of all queries of a head, from the state that sum_keys has stored. */
@@ -94,6 +95,29 @@ static void for_every_head(const problem *p, head_function *function) {
     }
 }
 
-void forward(const problem *p) { for_every_head(p, head_forward); }
-void backward(const problem *p) { for_every_head(p, head_backward); }
+typedef void row_function(const problem *, int64_t, int64_t, scratch);
+
+/* Compute the rows of the global queries of all heads, part by part, and then put the parts of each head together. */
+static void for_rows(const problem *p, row_function *compute_part, head_function *finish) {
+    if (p->global_tokens == NULL) return;
+#pragma omp parallel num_threads(p->threads)
+    {
+        const scratch c = divide_scratch(p, omp_get_thread_num());
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < p->batches * p->heads * p->parts; i++) compute_part(p, i / p->parts, i % p->parts, c);
+#pragma omp for schedule(dynamic)
+        for (int64_t head = 0; head < p->batches * p->heads; head++) finish(p, head, c);
+    }
+}
+
+void forward(const problem *p) {
+    for_every_head(p, head_forward);
+    for_rows(p, rows_forward, finish_rows_forward);
+}
+
+void backward(const problem *p) {
+    for_every_head(p, head_backward);
+    for_rows(p, rows_backward, finish_rows_backward);
+}
+
 void match_moments(const problem *p) { for_every_head(p, head_match_moments); }

@@ -1,13 +1,14 @@
 /* Softmax attention to the keys of a block. In a call with blocks, each tile is a block. */
 
-/* Draw 1 (keep) or 0 (drop) for every probability (s.rows, keys) of a block. Each takes 16 bits from the generator
-   Philox4x32-10 (Salmon et al., SC 2011). The numbers depend only on the seed, the head and the block. */
-static void draw_dropout(const problem *p, span s, int64_t keys, float *dropout) {
-    const int64_t words = s.rows * keys / 8;
+/* Draw 1 (keep) or 0 (drop) for each of `count` probabilities of a tile. Each takes 16 bits from the generator
+   Philox4x32-10 (Salmon et al., SC 2011). The numbers depend only on the seed, the head, the start of the tile and the
+   stream, which is 0 for blocks. */
+static void draw_dropout(const problem *p, span s, int64_t stream, int64_t count, float *dropout) {
+    const int64_t words = count / 8;
     const int64_t head = s.batch * p->heads + s.head;
 #pragma omp simd
     for (int64_t i = 0; i < words; i++) {
-        uint32_t x[4] = {(uint32_t)i, (uint32_t)s.start, (uint32_t)head, 0};
+        uint32_t x[4] = {(uint32_t)i, (uint32_t)s.start, (uint32_t)head, (uint32_t)stream};
         uint32_t key[2] = {(uint32_t)p->seed, (uint32_t)(p->seed >> 32)};
         for (int round = 0; round < 10; round++) {
             const uint64_t a = (uint64_t)0xD2511F53u * x[0];
@@ -50,7 +51,7 @@ static void block_forward(const problem *p, span s, scratch c, const float *q, f
     float *dropout = c.dropout;
     block_softmax(s.rows, m, q, k, keys.valid, c.transposed, probs);
     if (p->keep_threshold) {
-        draw_dropout(p, s, m, dropout);
+        draw_dropout(p, s, 0, s.rows * m, dropout);
         for (int64_t i = 0; i < s.rows * m; i++) probs[i] *= dropout[i];
     }
     multiply(1, s.rows, D, m, probs, m, 1, v, scaled_diag_weight(p), out, PREFETCH(s, &p->k, &p->v));
@@ -66,7 +67,7 @@ static void block_backward(const problem *p, span s, scratch c, float *grad_k, f
     const float *k = load_block_keys(&p->k, keys, c.k);
     const float *v = load_block_keys(&p->v, keys, c.v);
     const float *q = load_queries(&p->q, s, own_marks(s, keys), c.q);
-    const float *grad_out = load_tile(&p->out, s, NULL, 0, c.grad_out);
+    const float *grad_out = load_block_gradient(p, s, c.grad_out);
     float *grad_q = load_tile(&p->grad_q, s, NULL, 0, c.grad_q);
     const int64_t n = s.rows;
     const int64_t w = keys.near.rows;
@@ -82,7 +83,7 @@ static void block_backward(const problem *p, span s, scratch c, float *grad_k, f
     transpose(m, D, v, c.transposed);
     multiply(0, n, m, D, grad_out, D, 1, c.transposed, 1, grad_probs, PREFETCH(s, &p->q, &p->out));
     if (p->keep_threshold) {
-        draw_dropout(p, s, m, dropout);
+        draw_dropout(p, s, 0, n * m, dropout);
         dropped_probs = dropout;
         for (int64_t i = 0; i < n * m; i++) {
             grad_probs[i] *= dropout[i];

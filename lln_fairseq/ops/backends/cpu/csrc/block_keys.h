@@ -7,13 +7,18 @@ typedef struct {
     const float *valid; /* 1 for each key, 0 for padding and for rows beyond a tile's last token; NULL = all 1 */
 } key_span;
 
+/* Return the number of global tokens of a sequence. */
+static int64_t global_tokens_of(const problem *p, int64_t batch) {
+    return p->global_tokens ? p->global_tokens[batch] : 0;
+}
+
 /* Return the keys of the block `s`. Their marks `valid` are stored in c.valid_keys. */
 static key_span keys_of_block(const problem *p, span s, scratch c) {
     const int64_t start = s.start < p->reach ? 0 : s.start - p->reach;
     const int64_t last = s.start + s.count + p->reach;
     const int64_t near_count = (last < p->tokens ? last : p->tokens) - start;
     const span near = {s.batch, s.head, start, near_count, round_up(near_count)};
-    const int64_t global_tokens = p->global_tokens ? p->global_tokens[s.batch] : 0;
+    const int64_t global_tokens = global_tokens_of(p, s.batch);
     const int64_t count = global_tokens < start ? global_tokens : start;
     const span global = {s.batch, s.head, 0, count, round_up(count)};
     if (count == 0) return (key_span){near, global, near.rows, valid_tokens(p, near, c.valid_keys)};
@@ -78,4 +83,14 @@ static void add_global_gradients(const problem *p, int64_t head, scratch c) {
     global.count = p->global_tokens[global.batch];
     add_global_rows(&p->grad_k, global, c.global_grad_k);
     add_global_rows(&p->grad_v, global, c.global_grad_v);
+}
+
+/* Return a tile of the gradient of the output, in which the rows of global queries are 0. */
+static const float *load_block_gradient(const problem *p, span s, float *copy) {
+    float *grad_out = load_tile(&p->out, s, NULL, 0, copy);
+    const int64_t remaining = global_tokens_of(p, s.batch) - s.start;
+    if (remaining <= 0) return grad_out;
+    if (grad_out != copy) memcpy(copy, grad_out, s.rows * D * sizeof(float));
+    memset(copy, 0, (remaining < s.count ? remaining : s.count) * D * sizeof(float));
+    return copy;
 }

@@ -102,7 +102,7 @@ static void joint_forward(const problem *p, int64_t head, span s, scratch c, con
     query_features(s, q, p->alpha[head], log_sum_of_head(p, head), a);
     multiply(0, n, m, D, a, D, 1, c.transposed, 1, lln_probs, NULL);
     if (p->keep_threshold) {
-        draw_dropout(p, s, m, c.dropout);
+        draw_dropout(p, s, 0, n * m, c.dropout);
         for (int64_t i = 0; i < n * m; i++) probs[i] *= c.dropout[i];
     }
     for (int64_t i = 0; i < n; i++) {
@@ -208,7 +208,7 @@ static void joint_block_backward(const problem *p, int64_t head, span s, scratch
     const float *k = load_block_keys(&p->k, keys, c.k);
     const float *v = load_block_keys(&p->v, keys, c.v);
     const float *q = load_queries(&p->q, s, keys.valid, c.q);
-    const float *grad_out = load_tile(&p->out, s, NULL, 0, c.grad_out);
+    const float *grad_out = load_block_gradient(p, s, c.grad_out);
     float *grad_q = output_tile(&p->grad_q, s, c.grad_q);
     float *grad_k = output_block_keys(&p->grad_k, keys, c.grad_k);
     float *grad_v = output_block_keys(&p->grad_v, keys, c.grad_v);
@@ -233,7 +233,7 @@ static void joint_block_backward(const problem *p, int64_t head, span s, scratch
     transpose(m, D, v, c.transposed);
     multiply(0, n, m, D, grad_out, D, 1, c.transposed, 1, e, PREFETCH(s, &p->k, &p->v));
     multiply(0, n, D, D, grad_out, D, 1, c.state_T, 1, grad_a, PREFETCH(s, &p->q, &p->out));
-    if (p->keep_threshold) draw_dropout(p, s, m, c.dropout);
+    if (p->keep_threshold) draw_dropout(p, s, 0, n * m, c.dropout);
     /* A constant for has_dropout lets the compiler specialize the loop. */
 #define ROWS_BACKWARD(has_dropout)                                                                             \
     for (int64_t i = 0; i < n; i++)                                                                            \

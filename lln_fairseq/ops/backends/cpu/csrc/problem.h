@@ -2,6 +2,8 @@
 
 #include "tiles.h"
 
+enum { ROW_TILE = 128 }; /* keys of a tile of the rows of global queries */
+
 typedef struct {
     const float *x, *y;
     int64_t points;
@@ -12,7 +14,7 @@ typedef struct {
     int64_t batches, heads, tokens, tile_size, threads;
     int64_t keep_threshold; /* a probability is kept if its 16 random bits are less than this; 0 = no dropout */
     int64_t joint;          /* 1 for the joint form, see joint.h; otherwise 0 */
-    int64_t max_global;     /* the largest number in `global_tokens`, 0 without it */
+    int64_t max_global;     /* no number in `global_tokens` is larger; 0 without it */
     int64_t reach;          /* tokens on each side of a block that are keys of the block too */
     uint64_t seed;
     double lln_weight, diag_weight; /* weights of the two parts; a part of weight 0 is not computed */
@@ -22,6 +24,9 @@ typedef struct {
     float *grad_alpha, *grad_beta;  /* (B H) or NULL */
     float *offset, *grad_offset;    /* (B H) or NULL, the offset of the joint form */
     const int64_t *global_tokens;   /* (B), the number of global tokens of every sequence, or NULL; see block_keys.h */
+    int64_t parts, part_tokens;     /* of the keys of a head, and the tokens of one; see global_rows.h */
+    float *rows, *row_stats;        /* (B H, max_global, D) and (B H, 2, max_global): see finish_rows_forward */
+    float *row_parts;               /* (B H, parts, max_global rounded up, D + 2) */
     float *scratch;                 /* threads x scratch_floats(tile_size, reach, max_global) */
     table calibration;              /* the table of moment matching; without points, alpha and beta are inputs */
     view q, k, v;
@@ -39,18 +44,29 @@ typedef struct {
      MATRICES        (n, keys)    a matrix of a block
      STATES          (D, D)
      VECTORS         (D)
-     valid, outside_weight (n), valid_keys (keys) */
+     valid, outside_weight (n), valid_keys (keys)
+
+   The rows of the global queries have tiles of r keys, r = ROW_TILE, if there are any. For them, there are
+
+     QUERY_ROWS      (g, D)
+     ROW_TILES       (r, D)
+     ROW_MATRICES    (g, r)
+     row_valid (g + r), of which max(g, r) are used */
 #define TILES(_) _(q) _(grad_out) _(features) _(grad_logits) _(grad_q)
 #define KEY_TILES(_) _(k) _(v) _(out) _(transposed) _(grad_k) _(grad_v)
 #define GLOBAL_TILES(_) _(global_grad_k) _(global_grad_v)
 #define MATRICES(_) _(probs) _(grad_probs) _(dropout) _(lln_probs)
 #define STATES(_) _(grad_state) _(state_T)
 #define VECTORS(_) _(key_max) _(key_sum) _(factor) _(g)
+#define QUERY_ROWS(_) _(row_q) _(row_grad_out)
+#define ROW_TILES(_) _(row_k) _(row_v) _(row_transposed) _(row_grad_k) _(row_grad_v)
+#define ROW_MATRICES(_) _(row_probs) _(row_grad_probs) _(row_dropout)
 #define POINTER(name) float *name;
 #define ONE(name) +1
 typedef struct {
     TILES(POINTER) KEY_TILES(POINTER) GLOBAL_TILES(POINTER) MATRICES(POINTER) STATES(POINTER) VECTORS(POINTER)
-    float *valid, *outside_weight, *valid_keys;
+    QUERY_ROWS(POINTER) ROW_TILES(POINTER) ROW_MATRICES(POINTER)
+    float *valid, *outside_weight, *valid_keys, *row_valid;
 } scratch;
 
 /* Return the number of floats of scratch memory that one thread needs. */
@@ -58,8 +74,10 @@ int64_t scratch_floats(int64_t tile_size, int64_t reach, int64_t max_global) {
     const int64_t n = round_up(tile_size);
     const int64_t g = round_up(max_global);
     const int64_t keys = round_up(tile_size + 2 * reach) + g;
+    const int64_t r = g ? ROW_TILE : 0;
     return (TILES(ONE)) * n * D + (KEY_TILES(ONE)) * keys * D + (GLOBAL_TILES(ONE)) * g * D + (MATRICES(ONE)) * n * keys
-           + (STATES(ONE)) * D * D + (VECTORS(ONE)) * D + 2 * n + keys;
+           + (STATES(ONE)) * D * D + (VECTORS(ONE)) * D + 2 * n + keys
+           + (QUERY_ROWS(ONE)) * g * D + (ROW_TILES(ONE)) * r * D + (ROW_MATRICES(ONE)) * g * r + g + r;
 }
 
 /* Divide the scratch memory of a thread into its parts. */
@@ -67,6 +85,7 @@ static scratch divide_scratch(const problem *p, int thread) {
     const int64_t n = round_up(p->tile_size);
     const int64_t g = round_up(p->max_global);
     const int64_t keys = round_up(p->tile_size + 2 * p->reach) + g;
+    const int64_t r = g ? ROW_TILE : 0;
     float *next = p->scratch + thread * scratch_floats(p->tile_size, p->reach, p->max_global);
     scratch c;
 #define TAKE(size, name) c.name = next, next += size;
@@ -76,10 +95,15 @@ static scratch divide_scratch(const problem *p, int thread) {
 #define MATRIX(name) TAKE(n * keys, name)
 #define STATE(name) TAKE(D * D, name)
 #define VECTOR(name) TAKE(D, name)
+#define QUERY_ROW(name) TAKE(g * D, name)
+#define ROW_TILE_OF(name) TAKE(r * D, name)
+#define ROW_MATRIX(name) TAKE(g * r, name)
     TILES(TILE) KEY_TILES(KEY_TILE) GLOBAL_TILES(GLOBAL_TILE) MATRICES(MATRIX) STATES(STATE) VECTORS(VECTOR)
+    QUERY_ROWS(QUERY_ROW) ROW_TILES(ROW_TILE_OF) ROW_MATRICES(ROW_MATRIX)
     c.valid = next;
     c.outside_weight = next + n;
     c.valid_keys = next + 2 * n;
+    c.row_valid = c.valid_keys + keys;
     return c;
 }
 
