@@ -100,18 +100,20 @@ static void rows_forward(const problem *p, int64_t head, int64_t part, scratch c
 }
 
 /* Put the parts of the rows of a head together, write the rows to the output, and save them, the maxima of their
-   scores, and the inverse of the sums of e^(score - maximum), which is 0 for a sequence that is all padding. */
+   scores, and the inverse of the sums of e^(score - maximum), which is 0 for a sequence that is all padding. What is saved
+   of the remaining rows is 0. */
 static void finish_rows_forward(const problem *p, int64_t head, scratch c) {
     const span queries = global_queries(p, head);
     const float scale = p->keep_threshold ? 65536.0f / p->keep_threshold : 1;
     float *rows = p->rows + head * p->max_global * D;
     float *row_max = p->row_stats + head * 2 * p->max_global;
     float *inverse = row_max + p->max_global;
+    memset(rows, 0, p->max_global * D * sizeof(float));
+    memset(row_max, 0, 2 * p->max_global * sizeof(float));
     for (int64_t i = 0; i < queries.count; i++) {
         float *row = rows + i * D;
         float max = -1e30f;
         float total = 0;
-        memset(row, 0, D * sizeof(float));
         for (int64_t part = 0; part < p->parts; part++) {
             const float part_max = part_at(p, head, part).max[i];
             max = part_max > max ? part_max : max;
