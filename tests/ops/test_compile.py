@@ -162,7 +162,8 @@ def test_graph_has_the_operator_with_global_tokens(bound, number, compiler):
 @needs_kernels
 def test_dynamic_graph_with_first_segments_serves_every_length(compiler):
     """Also sequences that are shorter than the bound of 128 global tokens."""
-    attention = build_attention("block_diag", 3, 32, 256, block_size=16, global_tokens="first_segment").eval()
+    options = {"block_size": 16, "global_tokens": "first_segment"}
+    attention = build_attention("block_diag", num_heads=3, head_dim=32, max_positions=256, **options).eval()
 
     def attend(q, k, v, first_lengths):
         return attention(q, k, v, Context(None, first_lengths, 9))

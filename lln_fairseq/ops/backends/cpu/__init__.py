@@ -199,7 +199,8 @@ def _readable(x: Tensor) -> Tensor:
 def allocate(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """See `Backend.allocate`."""
     results = [fresh_result(_with_contiguous_features(x)) for x in (q, k, v)]
-    return results, (*_empty_states(spec, q), *_empty_rows(spec, q))
+    rows = _empty_rows(spec, q) if spec.max_global else ()
+    return results, (*_empty_states(spec, q), *rows)
 
 
 def _empty_states(spec: Spec, q: Tensor) -> Sequence[Tensor]:
@@ -214,13 +215,11 @@ def _empty_states(spec: Spec, q: Tensor) -> Sequence[Tensor]:
 
 
 def _empty_rows(spec: Spec, q: Tensor) -> Sequence[Tensor]:
-    """Return uninitialized tensors for what is saved of the rows of global tokens; none without global tokens.
+    """Return uninitialized tensors for what is saved of the rows of global tokens.
 
     They are the rows of the output, (B, H, max_global, D), and the two statistics of their softmax,
     (B, H, 2, max_global).
     """
-    if not spec.max_global:
-        return ()
     batch, heads, _, dim = q.shape
     rows = q.new_empty(batch, heads, spec.max_global, dim, dtype=torch.float32)
     return rows, q.new_empty(batch, heads, 2, spec.max_global, dtype=torch.float32)
@@ -240,7 +239,7 @@ def forward(spec: Spec, inputs: Inputs) -> tuple[Tensor, Tensor | None, Tensor |
         table = calibration_table(q.shape[3])
     out = fresh_result(q)
     states = _empty_states(spec, q)
-    rows = _empty_rows(spec, q)
+    rows = _empty_rows(spec, q) if spec.max_global else ()
     views = (q, k, v, out)
     pointers = (inputs.padding, alpha, beta, states[0] if states else None, None, None, inputs.offset)
     _call_kernel("forward", spec, views, pointers, inputs, rows, table)
