@@ -29,6 +29,7 @@ class BlockDiagAttention(Attention):
 
     learns_transfer = False  # softmax in blocks stays the same when q and k are reparameterized
     neighbors = 0
+    band: int | None = None
 
     def __init__(
         self, config: BlockDiagConfig, num_heads: int, head_dim: int, max_positions: int, dropout: float
@@ -40,9 +41,9 @@ class BlockDiagAttention(Attention):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         counts, bound = select_global_tokens(self.global_tokens, context)
         return block_diag_attention(
-            q, k, v, context.padding, self.block_size, self.active_dropout, counts, bound, self.neighbors
+            q, k, v, context.padding, self.block_size, self.active_dropout, counts, bound, self.neighbors, self.band
         )
 
     def attention_matrix(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         counts, _ = select_global_tokens(self.global_tokens, context)
-        return reference.block_diag_matrix(q, k, self.block_size, context.padding, counts, self.neighbors)
+        return reference.block_diag_matrix(q, k, self.block_size, context.padding, counts, self.neighbors, self.band)

@@ -34,6 +34,7 @@ from lln_fairseq.ops.formula import (
     attend_to_all_keys,
     compute_dtype,
     hybrid_formula,
+    neighbors_of_band,
     standard_deviations,
 )
 from lln_fairseq.ops.rotary import rotary_factors, rotate
@@ -44,6 +45,7 @@ try:
     from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 
     HAS_KERNELS = True
+    HAS_BAND = "band" in inspect.signature(block_diag_attention).parameters  # an old package has none
 except ImportError:
     HAS_KERNELS = False
 
@@ -62,6 +64,7 @@ class LLNRobertaConfig(RobertaConfig):
         mix: the formula that combines LLN with block-diagonal softmax in lln_diag: "average" or "joint_offset".
         block_size: tokens of a block of lln_diag, block_diag and window; None means the features of a head.
         neighbors: the blocks on each side that a block of window attends to.
+        band: the tokens on each side that a token of window attends to; if it is not None, it replaces neighbors.
         global_tokens: the first tokens that attend to all tokens by softmax, and that all tokens attend to, with
             block_diag, window or the mix "joint_offset": "none", "first_segment" (of a pair, at most
             MAX_FIRST_SEGMENT), or their number as text.
@@ -90,6 +93,7 @@ class LLNRobertaConfig(RobertaConfig):
         mix: str = "average",
         block_size: int | None = None,
         neighbors: int = 1,
+        band: int | None = None,
         global_tokens: str = "none",
         alpha: float | None = None,
         beta: float | None = None,
@@ -110,6 +114,7 @@ class LLNRobertaConfig(RobertaConfig):
         self.mix = mix
         self.block_size = block_size
         self.neighbors = neighbors
+        self.band = band
         self.global_tokens = global_tokens
         self.alpha = alpha
         self.beta = beta
@@ -148,6 +153,7 @@ class LLNSelfAttention(RobertaSelfAttention):
         if config.gain == "learned":
             self.log_gain = nn.Parameter(torch.zeros(2, heads))
         self.neighbors = config.neighbors if config.attention == "window" else 0
+        self.band = config.band if config.attention == "window" else None
         self.is_joint = config.attention == "lln_diag" and config.mix == "joint_offset"
         if self.is_joint:
             self.offset = nn.Parameter(torch.zeros(heads))
@@ -216,7 +222,8 @@ class LLNSelfAttention(RobertaSelfAttention):
         if self.is_softmax:
             return attend_to_all_keys(q, k, v, padded, dropout)
         is_traced = torch.compiler.is_exporting() or torch.jit.is_tracing()
-        if HAS_KERNELS and not is_traced:
+        has_kernels = HAS_KERNELS and (self.band is None or HAS_BAND)
+        if has_kernels and not is_traced:
             return self.attend_with_kernels(q, k, v, padded, dropout, global_tokens)
         return self.attend_without_kernels(q, k, v, padded, dropout, global_tokens)
 
@@ -234,6 +241,8 @@ class LLNSelfAttention(RobertaSelfAttention):
             options["global_tokens"] = self.largest_prefix()  # a number, so that the GPU is not waited for
         if config.attention in WITHOUT_LLN:
             options["neighbors"] = self.neighbors
+            if self.band is not None:
+                options["band"] = self.band
             return block_diag_attention(q, k, v, block_size=config.block_size, dropout_p=dropout, **options)
         if config.gain == "learned":
             options["alpha"], options["beta"] = self.alpha_beta(q, k, padded)
@@ -268,7 +277,10 @@ class LLNSelfAttention(RobertaSelfAttention):
         if global_tokens is not None:
             max_global = self.largest_prefix()
         size = self.config.block_size or q.shape[-1]
-        spec = Spec(form, size, dropout, max_global=max_global, neighbors=self.neighbors)
+        neighbors = self.neighbors
+        if self.band is not None:
+            neighbors = neighbors_of_band(self.band, size)
+        spec = Spec(form, size, dropout, max_global, neighbors, self.band)
         return hybrid_formula(spec, Inputs(q, k, v, alpha, beta, offset, padded, global_tokens))
 
     def alpha_beta(self, q: Tensor, k: Tensor, padded: Tensor | None) -> tuple[Tensor, Tensor]:

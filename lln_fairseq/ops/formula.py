@@ -7,7 +7,8 @@ Exported models ship this file, so it imports nothing but torch.
 
 Shapes: B sequences, H heads, N tokens, D features, G = some of the B·H heads. The blocks have T tokens, and N is
 rounded up to a multiple of T. The keys of a block are J = (2 m + 1) T tokens: its own, and in the form Diag also those
-of its m neighbors on each side; beyond the ends of the sequence, they are masked. A block also has K keys that are
+of its m neighbors on each side; beyond the ends of the sequence, they are masked. With a band, they are also masked for
+the queries that are farther away than the band. A block also has K keys that are
 global tokens, the same number for all blocks, though some are masked. A head has the attention matrix
 
     P = A Wᵀ        W_jd = exp(β k_jd - L_d)        A_id = softmax_d(α q_id + L_d)        L_d = logsumexp_j(β k_jd)
@@ -91,6 +92,9 @@ class Spec:
     dropout: float = 0.0  # probability of dropping a softmax weight inside a block
     max_global: int = 0  # an upper bound of the global tokens of a sequence; only for the joint form and Diag
     neighbors: int = 0  # m, the blocks on each side whose tokens are keys of a block too; only for Diag
+    # The largest distance of a query's keys, in tokens, all of which the neighbors have; None for no such limit. Only
+    # for Diag without global tokens.
+    band: int | None = None
 
 
 class Inputs(NamedTuple):
@@ -120,6 +124,7 @@ class Heads(NamedTuple):
     blocks: int
     block_size: int  # T
     neighbors: int  # m
+    band: int | None  # of the Spec
     global_padding: Tensor | None  # bool (G, blocks, K), see `global_key_padding`; None without global keys
 
 
@@ -231,6 +236,7 @@ def load_heads(spec: Spec, inputs: Inputs, group: slice = slice(None)) -> Heads:
         blocks=blocks,
         block_size=size,
         neighbors=neighbors,
+        band=spec.band,
         global_padding=global_padding,
     )
 
@@ -384,12 +390,27 @@ def mask_keys(products: Tensor, heads: Heads, value: float) -> Tensor:
 
     Without masks in `heads`, the result is `products` itself.
     """
-    if heads.padding is None and heads.global_padding is None:
+    if heads.padding is None and heads.global_padding is None and heads.band is None:
         return products
     padding = _block_padding(heads)
+    if heads.band is not None:
+        padding = padding | _beyond_band(heads)
     if heads.global_padding is not None:
         padding = torch.cat((padding, heads.global_padding[:, :, None]), dim=-1)
     return products.masked_fill(padding, value)
+
+
+def _beyond_band(heads: Heads) -> Tensor:
+    """Return which of a block's J keys are farther away from each of its queries than the band, bool (T, J)."""
+    size = heads.block_size
+    query = torch.arange(size, device=heads.q.device)
+    key = torch.arange(-heads.neighbors * size, (heads.neighbors + 1) * size, device=heads.q.device)
+    return (query[:, None] - key).abs() > heads.band
+
+
+def neighbors_of_band(band: int, block_size: int) -> int:
+    """Return how many blocks on each side have the keys of a band."""
+    return -(-band // block_size)
 
 
 def times_keys(weights: Tensor, y: Tensor, heads: Heads) -> Tensor:

@@ -17,7 +17,7 @@ from lln_fairseq.ops.formula import DIAG, Inputs, Spec
 
 def compiled_attention(spec: Spec, inputs: Inputs, backend: str) -> Tensor:
     """Compute a call under torch.compile. The seed is an input, so that recomputing the pass drops the same weights."""
-    settings = (spec.form, spec.block_size, spec.dropout, spec.max_global, spec.neighbors)
+    settings = (spec.form, spec.block_size, spec.dropout, spec.max_global, spec.neighbors, spec.band)
     return torch.ops.lln_fairseq.hybrid_attention(*inputs, *settings, backend)[0]
 
 
@@ -37,6 +37,7 @@ def _forward(
     dropout: float,
     max_global: int,
     neighbors: int,
+    band: int | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Return the output, α and β, and the tensors that the backend saves for the backward pass.
@@ -44,7 +45,7 @@ def _forward(
     An operator must not return its inputs, nor None. So α and β are returned as copies, or as empty tensors without
     LLN.
     """
-    spec = Spec(form, block_size, dropout, max_global, neighbors)
+    spec = Spec(form, block_size, dropout, max_global, neighbors, band)
     inputs = Inputs(q, k, v, alpha, beta, offset, padding, global_counts, seed)
     out, used_alpha, used_beta, saved = load_backend(backend).forward(spec, inputs)
     if form == DIAG:
@@ -92,10 +93,11 @@ def _backward(
     dropout: float,
     max_global: int,
     neighbors: int,
+    band: int | None,
     backend: str,
 ) -> list[Tensor]:
     """Return the gradients of q, k, v, α, β and the offset; an empty tensor for one that is not needed."""
-    spec = Spec(form, block_size, dropout, max_global, neighbors)
+    spec = Spec(form, block_size, dropout, max_global, neighbors, band)
     inputs = Inputs(q, k, v, alpha, beta, offset, padding, global_counts, seed)
     gradients = load_backend(backend).backward(spec, inputs, saved, grad, needed)
     return [q.new_empty(0) if x is None else x for x in gradients]

@@ -71,12 +71,17 @@ def block_diag_matrix(
     padding: Tensor | None = None,
     global_tokens: int | Tensor | None = None,
     neighbors: int = 0,
+    band: int | None = None,
 ) -> Tensor:
     """Return the matrix of softmax attention inside blocks of `block_size` tokens (paper, section 4.2).
 
     Entries whose query and key lie in blocks more than `neighbors` apart are 0, unless one of them is a global token.
-    The last block may be shorter.
+    With a band, entries whose query and key are farther apart than the band are 0 instead. The last block may be
+    shorter.
     """
+    if band is not None:
+        token = torch.arange(q.shape[-2], device=q.device)
+        return softmax_matrix(q, k, padding, (token[:, None] - token).abs() <= band)
     inside, is_global = _inside(q, block_size, global_tokens, neighbors)
     return softmax_matrix(q, k, padding, inside | is_global.mT)
 

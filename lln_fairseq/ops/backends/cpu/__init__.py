@@ -47,7 +47,7 @@ POINTERS = ("padding", "alpha", "beta", "states", "grad_alpha", "grad_beta", "of
 # fields are packed at once, because Python takes a tenth of the time of a call for 512 tokens.
 FIELDS = [
     *(("q", name) for name in ("batches", "heads", "tokens", "tile_size", "threads")),
-    *(("q", name) for name in ("keep_threshold", "joint", "max_global", "reach")),
+    *(("q", name) for name in ("keep_threshold", "joint", "max_global", "reach", "band")),
     ("Q", "seed"),
     ("d", "lln_weight"),
     ("d", "diag_weight"),
@@ -141,6 +141,10 @@ def _call_kernel(
     batch, heads, tokens, dim = views[0].shape
     tile_size = TILE_SIZE if spec.form == LLN else max(1, min(spec.block_size, tokens))
     reach = spec.neighbors * tile_size
+    band = -1
+    if spec.band is not None:
+        band = min(spec.band, tokens)
+        reach = band
     threads = torch.get_num_threads()
     _threads_started |= threads > 1
     floats = threads * _scratch_floats(dim, tile_size, reach, spec.max_global)
@@ -154,7 +158,7 @@ def _call_kernel(
         threshold = keep_threshold(spec.dropout)
         seed = int(inputs.seed)  # type: ignore[arg-type]
     values: list[float] = [batch, heads, tokens, tile_size, threads]
-    values += [threshold, spec.form == JOINT, spec.max_global, reach, seed, *WEIGHTS[spec.form]]
+    values += [threshold, spec.form == JOINT, spec.max_global, reach, band, seed, *WEIGHTS[spec.form]]
     copies = []  # stay alive until the call ends
     for x in pointers:
         if x is None:

@@ -45,9 +45,11 @@ def _load_chunk_keys(head, start, end, i_r, META: tl.constexpr):
 
 @triton.jit
 def _find_pairs(head, o_q, o_k, real, META: tl.constexpr):
-    """Return True where the key is real and one of the query's block; bool (rows, rows) or (1, rows)."""
+    """Return True where the key is real, one of the query's block and in the band; bool (rows, rows) or (1, rows)."""
     pairs = real[None, :]
-    if META.chunk > META.block:
+    if META.band >= 0:
+        pairs = pairs & (tl.abs(o_k[None, :] - o_q[:, None]) <= META.band)
+    elif META.chunk > META.block:
         # The distance from the query's block to the key's block, in tokens.
         distance = (o_k[None, :] // META.block - o_q[:, None] // META.block) * META.block
         in_block = tl.abs(distance) <= META.reach
@@ -59,8 +61,8 @@ def _find_pairs(head, o_q, o_k, real, META: tl.constexpr):
 
 @triton.jit
 def _clear_other_blocks(b_x, pairs, META: tl.constexpr):
-    """Return b_x (queries, keys) with 0 where `pairs` is False, or b_x itself if a chunk is a single block."""
-    if META.chunk > META.block:
+    """Return b_x (queries, keys) with 0 where `pairs` is False, or b_x itself if a chunk is a block without a band."""
+    if META.chunk > META.block or META.band >= 0:
         b_x = tl.where(pairs, b_x, 0.0)
     return b_x
 

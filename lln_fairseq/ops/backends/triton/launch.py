@@ -33,6 +33,7 @@ class _SettingsFields(NamedTuple):
     block: int = 1  # tokens in a block
     chunk: int = 1  # tokens of one program, a multiple of the block size
     reach: int = 0  # tokens on each side of a block that are keys of the block too, a multiple of the block size
+    band: int = -1  # the largest distance of a query's keys in tokens, or -1 for no such limit
     has_global: bool = False  # True if there are global tokens before the last chunk's blocks
     has_global_rows: bool = False  # True if the rows of global tokens are left out: see global_rows.py
     dropout: float = 0.0

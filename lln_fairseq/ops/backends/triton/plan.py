@@ -157,6 +157,7 @@ def _chunk_kernel(
         block=spec.block_size,
         chunk=chunk,
         reach=spec.neighbors * spec.block_size,
+        band=-1 if spec.band is None else spec.band,
         has_global=count_global_keys(spec, length, spec.block_size) > 0,
         has_global_rows=spec.max_global > 0,
         dropout=spec.dropout,

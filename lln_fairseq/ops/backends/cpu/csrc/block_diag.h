@@ -27,13 +27,27 @@ static void draw_dropout(const problem *p, span s, int64_t stream, int64_t count
     }
 }
 
-/* Write softmax(q k' / sqrt(D)) of n queries and `keys` keys to `probs` (n, keys), without dropout, and the transposed
-   keys k' to `transposed` (D, keys). */
-static void block_softmax(int64_t n, int64_t keys, const float *q, const float *k, const float *valid,
-                          float *transposed, float *probs) {
-    transpose(keys, D, k, transposed);
-    multiply(0, n, keys, D, q, D, 1, transposed, 1 / sqrtf(D), probs, NULL);
-    for (int64_t i = 0; i < n; i++) softmax(keys, valid, probs + i * keys);
+/* Write softmax(q k' / sqrt(D)) of the queries and the keys of a block to `probs` (s.rows, keys.rows), without dropout,
+   and the transposed keys k' to `transposed` (D, keys.rows). With a band, the keys beyond it become 0; there are only
+   near keys then. */
+static void block_softmax(const problem *p, span s, key_span keys, const float *q, const float *k, float *transposed,
+                          float *probs) {
+    const int64_t m = keys.rows;
+    transpose(m, D, k, transposed);
+    multiply(0, s.rows, m, D, q, D, 1, transposed, 1 / sqrtf(D), probs, NULL);
+    for (int64_t i = 0; i < s.rows; i++) {
+        float *row = probs + i * m;
+        int64_t first = 0;
+        int64_t end = m;
+        if (p->band >= 0) {
+            const int64_t place = s.start + i - keys.near.start; /* of the query among the keys */
+            first = place < p->band ? 0 : place - p->band;
+            end = place + p->band + 1 < m ? place + p->band + 1 : m;
+            memset(row, 0, first * sizeof(float));
+            memset(row + end, 0, (m - end) * sizeof(float));
+        }
+        softmax(end - first, keys.valid ? keys.valid + first : NULL, row + first);
+    }
 }
 
 /* Return diag_weight, divided by the probability of keeping if there is dropout. */
@@ -49,7 +63,7 @@ static void block_forward(const problem *p, span s, scratch c, const float *q, f
     const int64_t m = keys.rows;
     float *probs = c.probs;
     float *dropout = c.dropout;
-    block_softmax(s.rows, m, q, k, keys.valid, c.transposed, probs);
+    block_softmax(p, s, keys, q, k, c.transposed, probs);
     if (p->keep_threshold) {
         draw_dropout(p, s, 0, s.rows * m, dropout);
         for (int64_t i = 0; i < s.rows * m; i++) probs[i] *= dropout[i];
@@ -79,7 +93,7 @@ static void block_backward(const problem *p, span s, scratch c, float *grad_k, f
     float *grad_probs = c.grad_probs;
     float *dropout = c.dropout;
     float *dropped_probs = probs;
-    block_softmax(n, m, q, k, keys.valid, c.transposed, probs);
+    block_softmax(p, s, keys, q, k, c.transposed, probs);
     transpose(m, D, v, c.transposed);
     multiply(0, n, m, D, grad_out, D, 1, c.transposed, 1, grad_probs, PREFETCH(s, &p->q, &p->out));
     if (p->keep_threshold) {

@@ -97,7 +97,7 @@ static void joint_forward(const problem *p, int64_t head, span s, scratch c, con
     float *a = c.features;
     float *probs = c.probs;
     float *lln_probs = c.lln_probs;
-    block_softmax(n, m, q, k, keys.valid, c.transposed, probs);
+    block_softmax(p, s, keys, q, k, c.transposed, probs);
     key_features_T(p, head, m, keys.valid, c.transposed);
     query_features(s, q, p->alpha[head], log_sum_of_head(p, head), a);
     multiply(0, n, m, D, a, D, 1, c.transposed, 1, lln_probs, NULL);
@@ -225,7 +225,7 @@ static void joint_block_backward(const problem *p, int64_t head, span s, scratch
     float *e = c.grad_probs;
     float *lln_probs = c.lln_probs;
 
-    block_softmax(n, m, q, k, keys.valid, c.transposed, probs);
+    block_softmax(p, s, keys, q, k, c.transposed, probs);
     key_features_T(p, head, m, keys.valid, c.transposed);
     transpose(D, m, c.transposed, w);
     query_features(s, q, p->alpha[head], log_sum_of_head(p, head), a);

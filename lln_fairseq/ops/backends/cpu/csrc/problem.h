@@ -16,6 +16,7 @@ typedef struct {
     int64_t joint;          /* 1 for the joint form, see joint.h; otherwise 0 */
     int64_t max_global;     /* no number in `global_tokens` is larger; 0 without it */
     int64_t reach;          /* tokens on each side of a block that are keys of the block too */
+    int64_t band;           /* the largest distance of a query's keys, at most `reach`; -1 for no such limit */
     uint64_t seed;
     double lln_weight, diag_weight; /* weights of the two parts; a part of weight 0 is not computed */
     const uint8_t *padding;         /* (B, N), 1 = padded, or NULL */
