@@ -54,7 +54,7 @@ ALLOWED_IMPORTS = {
         "text",
         "training",
     },
-    "hub": {"conversion"},
+    "hub": {"conversion", "ops"},
     "engines": {"checkpoints", "errors", "hub", "text"},
     "linearize": {
         "attention",
