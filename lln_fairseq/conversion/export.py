@@ -28,7 +28,7 @@ from lln_fairseq.conversion.directory import CONFIG, new_directory, write_large
 from lln_fairseq.conversion.model_card import model_card
 from lln_fairseq.conversion.onnx_int8 import write_int8
 from lln_fairseq.conversion.read_tokenizer import TOKENIZER
-from lln_fairseq.conversion.sentence_transformers_files import sentence_files
+from lln_fairseq.conversion.sentence_transformers_files import length_file, sentence_files
 from lln_fairseq.conversion.to_hugging_face import (
     convert_to_hugging_face,
     longest_exported_sequence,
@@ -130,6 +130,8 @@ def export(
         if pooling is not None:
             features = exported.config["hidden_size"]
             files |= sentence_files(pooling, features, longest, settings)
+        elif head:
+            files |= length_file(longest)
         files[CONFIG] = (json.dumps(exported.config, indent=2, ensure_ascii=False) + "\n").encode()
         if "auto_map" in exported.config:
             files |= modeling_files()

@@ -312,8 +312,21 @@ def sentence_files(
     contents: dict[str, Any] = {
         MODULES: modules,
         f"{POOLING_FOLDER}/config.json": {"word_embedding_dimension": features, **flags, "include_prompt": True},
-        SENTENCE_CONFIG: {"max_seq_length": longest, "do_lower_case": False},
     }
     if settings:
         contents[PROMPT_CONFIG] = dict(settings)
-    return {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in contents.items()}
+    files = {name: _encode_json(content) for name, content in contents.items()}
+    return files | length_file(longest)
+
+
+def length_file(longest: int) -> dict[str, bytes]:
+    """Return sentence_bert_config.json, by its name, with the longest sequence in tokens.
+
+    text-embeddings-inference reads it for every model. Without it, it takes max_position_embeddings of all models but
+    three for the longest sequence, which is two tokens too many here. CrossEncoder ignores it.
+    """
+    return {SENTENCE_CONFIG: _encode_json({"max_seq_length": longest, "do_lower_case": False})}
+
+
+def _encode_json(content: Any) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()

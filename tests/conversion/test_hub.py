@@ -1,5 +1,6 @@
 """`import lln_fairseq.hub`: exported directories open without fairseq and without trust_remote_code."""
 
+import json
 import os
 import subprocess
 import sys
@@ -96,3 +97,26 @@ def test_exports_need_hub_or_remote_code(exports):
 
     assert done.returncode == 1
     assert "trust_remote_code=True" in done.stderr.splitlines()[-1]
+
+
+def longest_text_of_text_embeddings_inference(folder):
+    """Compute the longest text as router/src/lib.rs (0d124dc) does, and require what it requires of a classifier."""
+    config = json.loads((folder / "config.json").read_text())
+    assert config["id2label"].keys() == {str(number) for number in config["label2id"].values()}
+    assert all(isinstance(name, str) for name in config.get("auto_map", {}).values())
+    settings = folder / "sentence_bert_config.json"
+    if settings.exists():
+        return json.loads(settings.read_text())["max_seq_length"]
+    offset = 0
+    if config["model_type"] in ("xlm-roberta", "camembert", "roberta"):
+        offset = config["pad_token_id"] + 1
+    return config["max_position_embeddings"] - offset
+
+
+def test_text_embeddings_inference_cuts_texts_at_the_longest_sequence(exports):
+    folder = exports / "classifier"
+    longest = longest_text_of_text_embeddings_inference(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True).eval()
+    assert model(torch.full((1, longest), 5)).logits.isfinite().all()
+    with pytest.raises(IndexError):
+        model(torch.full((1, longest + 1), 5))
