@@ -405,6 +405,7 @@ def _beyond_band(heads: Heads) -> Tensor:
     size = heads.block_size
     query = torch.arange(size, device=heads.q.device)
     key = torch.arange(-heads.neighbors * size, (heads.neighbors + 1) * size, device=heads.q.device)
+    assert heads.band is not None
     return (query[:, None] - key).abs() > heads.band
 
 
