@@ -90,9 +90,9 @@ def _interpreted_rows(spec: Spec, inputs: Inputs) -> GlobalRows:
 
 def _arguments(spec: Spec, inputs: Inputs) -> tuple[Any, ...]:
     """Return the queries, keys and values with cleared padding, and the mask, 0 or -inf; None without padding."""
-    queries, k, v = (_aligned(x) for x in (inputs.q[:, :, : spec.max_global], inputs.k, inputs.v))
-    queries, k, v = clear_padding(queries, k, v, inputs.padding)
     padding = inputs.padding
+    queries = _aligned(inputs.q[:, :, : spec.max_global])
+    queries, k, v = clear_padding(queries, _aligned(inputs.k), _aligned(inputs.v), padding)
     if padding is None:
         return queries, k, v, None
     # The softmax of a sequence that is all padding would be 0/0. So it has all keys, whose values are 0.
@@ -105,6 +105,7 @@ def _arguments(spec: Spec, inputs: Inputs) -> tuple[Any, ...]:
 
 def _aligned(x: Tensor) -> Tensor:
     """Return x (B, H, N, D), or a copy if FUSED cannot read it: tokens must begin at multiples of 16 bytes."""
-    numbers = 16 // x.itemsize
-    is_aligned = x.data_ptr() % 16 == 0 and x.stride(-1) == 1 and not any(s % numbers for s in x.stride()[:-1])
-    return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
+    batch, head, token, feature = x.stride()
+    if feature == 1 and (x.data_ptr() | (batch | head | token) * x.itemsize) % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
