@@ -48,6 +48,8 @@ class MapperKilledOnce(TextMapper):
 def run_ray(mapper: type, options: dict[str, Any], folder: Path, workers: int) -> list[dict[str, Any]]:
     import ray
 
+    if not ray.is_initialized():  # with a core for reading, because the workers of a pool keep theirs
+        ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
     ray.data.DataContext.get_current().enable_progress_bars = False
     rows = ray.data.read_parquet(str(folder / "rows"))
     mapped = rows.map_batches(
