@@ -48,7 +48,7 @@ class TextMapper:
         self.batch_tokens = batch_tokens
         self.device = device
         self.dtype = dtype
-        self._model: ExportedModel | None = None
+        self._model: ServedModel | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_model": None}
@@ -56,7 +56,7 @@ class TextMapper:
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the columns of the batch, each a sequence with an entry for each row, and those of the outputs."""
         if self._model is None:
-            self._model = ExportedModel(self.directory, self.device, self.dtype)
+            self._model = ServedModel(self.directory, self.device, self.dtype)
         rows: list[tuple[str, ...]] = []
         numbers: list[int] = []  # of these rows in the batch
         errors: list[str | None] = []
@@ -78,7 +78,7 @@ class TextMapper:
         return dict(batch) | self._model.output_columns(outputs) | {"error": np.array(errors, dtype=object)}
 
 
-class ExportedModel:
+class ServedModel:
     """A model of `lln-fairseq export` with its tokenizer. `width` is the number of its outputs for a text."""
 
     def __init__(self, directory: str, device: str | None, dtype: str) -> None:

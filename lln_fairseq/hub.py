@@ -161,7 +161,7 @@ def attend_with_mask(
     return F.scaled_dot_product_attention(query, key, value, visible, dropout, scale=scaling)
 
 
-def register() -> None:
+def register_with_transformers() -> None:
     """Register the classes and, with transformers 5, the attention `lln_window`."""
     AutoConfig.register(LLNRobertaConfig.model_type, LLNRobertaConfig, exist_ok=True)
     AutoModel.register(LLNRobertaConfig, LLNRobertaModel, exist_ok=True)
@@ -177,4 +177,4 @@ def register() -> None:
     transformers.AttentionMaskInterface.register(LLN_WINDOW, padding_mask)
 
 
-register()
+register_with_transformers()

@@ -115,7 +115,7 @@ def kl_divergence(logits: Tensor, teacher_logits: Tensor) -> Tensor:
     )
 
 
-def relative_error(states: Tensor, teacher_states: Tensor) -> Tensor:
+def relative_distance(states: Tensor, teacher_states: Tensor) -> Tensor:
     """Return ‖h - h'‖ / ‖h'‖ of hidden states or vectors."""
     return (states - teacher_states).norm() / teacher_states.norm()
 
@@ -143,7 +143,7 @@ def encoder_distance(model: Any, texts: TokenStream, length: int) -> Distance:
         return torch.cat([model(src_tokens=batch.to(device), features_only=True)[0] for batch in batches])
 
     return Distance(
-        f"relative error of the last hidden state on {count} texts of split 'train'", outputs, relative_error
+        f"relative error of the last hidden state on {count} texts of split 'train'", outputs, relative_distance
     )
 
 

@@ -28,7 +28,7 @@ from lln_fairseq.linearize.softmax_layers import (
     find_best_layers,
     kl_divergence,
     mixed_attentions,
-    relative_error,
+    relative_distance,
 )
 from lln_fairseq.linearize.students import Students
 from lln_fairseq.linearize.task_rows import SampleRows
@@ -131,7 +131,7 @@ class Linearizer:
     def distance(self, model: Any) -> Distance:
         """Return the distance of a copy of the teacher from it, on the first COMPARED_ROWS rows."""
         numbers = np.arange(min(COMPARED_ROWS, len(self.rows)))
-        measure = kl_divergence if self.teacher.finetuned else relative_error
+        measure = kl_divergence if self.teacher.finetuned else relative_distance
         if self.teacher.finetuned and not self.teacher.labels:
             measure = F.mse_loss
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from lln_fairseq.errors import UserError
 from lln_fairseq.speedup.journal import FOLDER, Journal, checksum
 from lln_fairseq.speedup.report import JSON, summarize, write_reports
-from lln_fairseq.speedup.rows import read_rows, read_texts
+from lln_fairseq.speedup.rows import read_labeled_rows, read_text_rows
 from lln_fairseq.speedup.search import Search
 from lln_fairseq.text.rows import Columns
 from lln_fairseq.training.malloc import disable_malloc_trim
@@ -48,9 +48,9 @@ def speedup(args: argparse.Namespace) -> None:
     if not args.model.exists():
         raise UserError(f"no such directory or checkpoint: {args.model}")
     if args.texts is not None:
-        rows = read_texts(args.texts)
+        rows = read_text_rows(args.texts)
     else:
-        rows = read_rows(args.rows, Columns(args.text, args.label, not args.no_header, args.group))
+        rows = read_labeled_rows(args.rows, Columns(args.text, args.label, not args.no_header, args.group))
     identity = {"model": checksum(args.model), "rows": checksum(args.texts or args.rows), "seed": args.seed}
     identity |= {name: getattr(args, name) for name in SEARCHED}
     journal = Journal(args.out, identity)

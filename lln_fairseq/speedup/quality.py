@@ -13,7 +13,7 @@ RESAMPLINGS = 1000
 CUTOFF = 10  # of nDCG
 
 
-class Quality(ABC):
+class Metric(ABC):
     """Scores outputs on the rows of a split, from 0 to 100.
 
     Attributes:
@@ -43,7 +43,7 @@ class Quality(ABC):
         return self.drop(outputs) <= self.limit  # False for NaN
 
 
-class RowQuality(Quality):
+class RowMetric(Metric):
     """A score that is the mean of a value for each row, or for each group of rows."""
 
     @abstractmethod
@@ -60,7 +60,7 @@ class RowQuality(Quality):
         return float(1.96 * differences.std() / len(differences) ** 0.5)
 
 
-class Accuracy(RowQuality):
+class Accuracy(RowMetric):
     """The share of rows whose largest output is that of their label, whose numbers are `targets`, (rows,)."""
 
     name = "accuracy"
@@ -82,7 +82,7 @@ class Agreement(Accuracy):
         super().__init__(original, limit, original.argmax(dim=-1).numpy())
 
 
-class Ndcg(RowQuality):
+class Ndcg(RowMetric):
     """nDCG@10 of the rows of each group, such as the passages of a query, ranked by the output.
 
     Groups without a relevant row have no value. `relevances` are the labels, and `groups` the groups of the rows.
@@ -113,7 +113,7 @@ def _gain(relevances: np.ndarray) -> float:
     return float((first / np.log2(np.arange(len(first)) + 2)).sum())
 
 
-class Correlation(Quality):
+class Correlation(Metric):
     """100 times Spearman's correlation of the output with numbers: labels, or the original's outputs."""
 
     name = "Spearman"
@@ -140,7 +140,7 @@ class Correlation(Quality):
         return float(1.96 * np.std(drops))
 
 
-class Cosine(RowQuality):
+class Cosine(RowMetric):
     """100 times the cosine between the vector of a text and the original's."""
 
     name = "cosine"

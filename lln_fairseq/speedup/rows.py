@@ -34,13 +34,13 @@ class Rows:
         return Rows(self.texts[:count], labels, groups)
 
 
-def read_rows(path: Path, columns: Columns) -> Rows:
+def read_labeled_rows(path: Path, columns: Columns) -> Rows:
     """Read the rows of a classifier. Raises UserError if there are fewer than FEWEST."""
     rows = read_file_rows(path, columns, lambda label, location: label)
     return _require_enough(Rows(list(zip(*rows.inputs, strict=True)), rows.labels, rows.groups), path)
 
 
-def read_texts(path: Path) -> Rows:
+def read_text_rows(path: Path) -> Rows:
     """Read the texts of an encoder, one in each line that is not empty. Raises UserError if there are too few."""
     with path.open("rb") as stream:
         texts = [(line,) for line in read_lines(stream, str(path)) if line.strip()]

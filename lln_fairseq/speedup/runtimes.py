@@ -115,7 +115,7 @@ def memory_of(model: Outputs, batch: Sequence[tuple[str, ...]]) -> float | None:
     return round(resident_peak(lambda: partial(model, batch)) / 1e6, 1)
 
 
-def compute_outputs(model: Outputs, texts: Sequence[tuple[str, ...]], advance: Callable[[int], object]) -> Tensor:
+def outputs_for_rows(model: Outputs, texts: Sequence[tuple[str, ...]], advance: Callable[[int], object]) -> Tensor:
     """Return the outputs for all texts, in their order. `advance` is called with the number of rows of each batch."""
     order = sorted(range(len(texts)), key=lambda number: sum(map(len, texts[number])))
     parts = []

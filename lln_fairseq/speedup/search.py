@@ -25,7 +25,7 @@ from lln_fairseq.ops.backends import cpu
 from lln_fairseq.ops.formula import DIAG, Spec
 from lln_fairseq.speedup.candidates import Candidate, Linearizer, candidates_for, parse_candidate
 from lln_fairseq.speedup.journal import Journal
-from lln_fairseq.speedup.quality import Accuracy, Agreement, Correlation, Cosine, Ndcg, Quality
+from lln_fairseq.speedup.quality import Accuracy, Agreement, Correlation, Cosine, Metric, Ndcg
 from lln_fairseq.speedup.rows import MOST, MOST_ROWS, Rows, number_labels, split_rows
 from lln_fairseq.speedup.runtimes import (
     ONNX,
@@ -34,10 +34,10 @@ from lln_fairseq.speedup.runtimes import (
     REPEATS,
     TRANSFORMERS,
     Outputs,
-    compute_outputs,
     half_precisions,
     load_served,
     memory_of,
+    outputs_for_rows,
     own_runtime,
     time_each,
 )
@@ -104,7 +104,7 @@ class Search:
         if len(rows) > MOST_ROWS:
             self.notes.append(f"Only the first {MOST_ROWS:,} of {len(rows):,} rows were used.")
         self.entries: list[Entry] = []
-        self.qualities: dict[str, Quality] = {}
+        self.qualities: dict[str, Metric] = {}
         self.folder = journal.folder
         self.checkpoint = self.folder / "softmax" / CHECKPOINT
 
@@ -216,7 +216,7 @@ class Search:
         shares = [own / original for own, original in zip(times["model"], times["original"], strict=True)]
         return self.milliseconds * statistics.median(shares)
 
-    # Quality
+    # Metric
 
     def outputs_of(self, name: str, model: Outputs, split: str) -> Tensor:
         """Return the outputs of a model for the rows of a split that are scored."""
@@ -224,16 +224,16 @@ class Search:
 
         def compute() -> Tensor:
             with progress_bar(f"{name}: rows that {split}", len(texts), "row") as bar:
-                return compute_outputs(model, texts, bar.update)
+                return outputs_for_rows(model, texts, bar.update)
 
         return self.journal.tensor_once(f"{split} {name}".replace("/", " "), compute)
 
-    def quality(self, split: str) -> Quality:
+    def quality(self, split: str) -> Metric:
         if split not in self.qualities:
             self.qualities[split] = self._make_quality(split)
         return self.qualities[split]
 
-    def _make_quality(self, split: str) -> Quality:
+    def _make_quality(self, split: str) -> Metric:
         original = self.outputs_of(UNCHANGED, self.original, split)
         rows = self.scored[split]
         against_original = 100 - self.args.min_agreement

@@ -27,14 +27,14 @@ IMPLEMENTATIONS = (SDPA, lln_fairseq.hub.LLN_WINDOW, "eager")
 TOLERANCE = 1e-4  # for the largest difference of hidden states, which have a variance of 1
 
 
-def make_model(layers: int, max_length: int) -> torch.nn.Module:
+def make_model(layers: int, max_length: int) -> Any:
     """Return a model with random weights."""
     config = transformers.ModernBertConfig(num_hidden_layers=layers, max_position_embeddings=max(max_length, 8192))
     torch.manual_seed(0)
     return transformers.ModernBertModel(config).eval()
 
 
-def prepare_call(model: torch.nn.Module, implementation: str, length: int) -> Callable[[], torch.Tensor]:
+def prepare_call(model: Any, implementation: str, length: int) -> Callable[[], torch.Tensor]:
     """Return a function that computes the hidden states (1, N, C) of the model, always of the same tokens."""
     tokens = torch.randint(100, 50_000, (1, length), generator=torch.Generator().manual_seed(length))
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lln_fairseq.errors import UserError
-from lln_fairseq.speedup.rows import Rows, number_labels, read_texts, split_rows
+from lln_fairseq.speedup.rows import Rows, number_labels, read_text_rows, split_rows
 
 
 def test_splits_are_disjoint_complete_and_follow_the_seed():
@@ -53,4 +53,4 @@ def test_texts_must_be_different(tmp_path):
     path = tmp_path / "texts.txt"
     path.write_text("the same\n" * 400)
     with pytest.raises(UserError, match="has 1 different rows, but a search needs at least 300"):
-        read_texts(path)
+        read_text_rows(path)
