@@ -11,6 +11,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import transformers
