@@ -170,6 +170,7 @@ LLN_MODELS = {
     "block_diag": DIAG,
     "block_diag global": (*DIAG, "--block-diag-global-tokens", "11"),
     "window global": ("--window-block-size", 8, "--window-global-tokens", "11"),
+    "window band": ("--window-block-size", 8, "--window-band", 11),
     "window rotary pre-norm": (
         *("--window-block-size", 8, "--window-neighbors", 2),
         *("--rotary", *PRE_NORM, "--softmax-layers", "every:2"),
@@ -197,6 +198,7 @@ LLN_MODELS = {
         "softmax pre-norm",
         "softmax tanh-gelu",
         "lln_diag rotary pre-norm",
+        "window band",
         "window rotary pre-norm",
     ),
 )
@@ -221,6 +223,20 @@ def test_model_with_code_gives_same_logits_with_and_without_kernels(name, pretra
         if "batch" not in name:  # with this scope, a sequence depends on the others
             without_padding = hugging_face_logits(model, tokens[2:3, :9])[0]
             torch.testing.assert_close(without_padding, actual[2, :9], rtol=1e-4, atol=1e-5)
+
+
+def test_band_is_computed_without_kernels_beside_an_old_package(pretrain, tmp_path, monkeypatch):
+    """The operation of a package before 0.4 has no argument for the band."""
+    checkpoint = pretrain("--attention", "window", *LLN_MODELS["window band"])
+    export(checkpoint, tmp_path / "out")
+    model = AutoModelForMaskedLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    monkeypatch.setattr(sys.modules[type(model).__module__], "HAS_BAND", False)
+    monkeypatch.delattr(sys.modules[type(model).__module__], "block_diag_attention")
+    tokens = padded_batch()
+    actual = hugging_face_logits(model, tokens)
+    torch.testing.assert_close(
+        actual[tokens != 1], compute_logits(checkpoint, tokens)[tokens != 1], rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.fixture

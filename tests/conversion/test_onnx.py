@@ -42,6 +42,7 @@ MODELS = {
     "softmax rotary pre-norm": (*ROTARY, "--encoder-layers", 2),
     "lln_diag rotary pre-norm": (*JOINT, *ROTARY),
     "window rotary pre-norm": LOCAL_GLOBAL,
+    "window band": ("--window-block-size", 8, "--window-band", 11),
     "window segment": ("--window-block-size", 8, "--window-global-tokens", "first_segment", "--max-positions", 300),
     "lln_diag batch": (*BLOCKS, "--lln-diag-scope", "batch"),
 }
