@@ -23,7 +23,7 @@ from lln_fairseq.errors import UserError
 from lln_fairseq.speedup.journal import FOLDER, Journal, checksum
 from lln_fairseq.speedup.report import JSON, summarize, write_reports
 from lln_fairseq.speedup.rows import read_labeled_rows, read_text_rows
-from lln_fairseq.speedup.search import Search
+from lln_fairseq.speedup.search import WORTH, Search
 from lln_fairseq.text.rows import Columns
 from lln_fairseq.training.malloc import disable_malloc_trim
 
@@ -63,7 +63,7 @@ def speedup(args: argparse.Namespace) -> None:
     chosen = False
     if entry is not None:
         final = search.report_on(entry)
-        chosen = final["drop"] <= final["limit"]
+        chosen = final["drop"] <= final["limit"] and final["times_as_fast"] >= WORTH
     last_line = summarize(search, entry, final, chosen)
     if chosen and entry is not None and not (args.out / MODEL).exists():
         shutil.copytree(entry.directory, args.out / f"{MODEL}.part", dirs_exist_ok=True)

@@ -28,7 +28,9 @@ def summarize(search: Search, entry: Entry | None, final: dict[str, Any] | None,
         f"{final['metric']} {final['original']:.1f} -> {final['score']:.1f} on {final['rows']:,} rows that chose "
         f"nothing (95 % interval of the drop: {final['drop']:.1f} ± {final['half_width']:.1f})"
     )
-    speed = f"{before / after:.1f} times as fast ({before:.1f} -> {after:.1f} ms for {tokens})"
+    speed = f"{final['times_as_fast']:.2f} times as fast ({before:.1f} -> {after:.1f} ms for {tokens})"
+    if not chosen and final["drop"] <= final["limit"]:
+        return f"no: {entry.model} in {entry.runtime} is only {speed}; {quality}"
     if not chosen:
         return f"no: {entry.model} in {entry.runtime} is {speed}, but loses too much: {quality}"
     return f"yes: {entry.model} in {entry.runtime} is {speed}; {quality}"

@@ -462,7 +462,7 @@ class Search:
         return min(faster, key=lambda entry: entry.milliseconds, default=None)
 
     def report_on(self, entry: Entry) -> dict[str, Any]:
-        """Measure an entry once more, on the rows that report: times beside the original, scores and their interval."""
+        """Return the scores of an entry on the rows that report, their interval, and its times beside the original's."""
         model = self.load(entry)
         quality = self.quality("report")
         outputs = self.outputs_of(entry.name, model, "report")
@@ -471,8 +471,10 @@ class Search:
             times = time_each({"original": self.original, "model": model}, self.timed)
             return {name: statistics.median(passed) for name, passed in times.items()}
 
+        milliseconds = self.journal.once("final times", compute)
         result = {
-            "milliseconds": self.journal.once("final times", compute),
+            "milliseconds": milliseconds,
+            "times_as_fast": milliseconds["original"] / milliseconds["model"],
             "metric": quality.name,
             "rows": len(outputs),
             "original": quality.score(quality.original),

@@ -59,7 +59,10 @@ def set_times(monkeypatch):
 
         monkeypatch.setattr(Search, "_time_entry", time_entry)
 
-    monkeypatch.setattr(search, "time_each", lambda models, batches: {key: [ORIGINAL_TIME] for key in models})
+    def time_each(models, batches):  # the model of the report
+        return {name: [ORIGINAL_TIME if name != "model" else 3.0] for name in models}
+
+    monkeypatch.setattr(search, "time_each", time_each)
     monkeypatch.setattr(search, "STEPS", 3)
     monkeypatch.setattr(search, "FEW_STEPS", 2)
     monkeypatch.setattr(search, "find_spec", lambda package: None)
@@ -133,6 +136,16 @@ def test_no_is_an_answer(sources, tmp_path, set_times, capsys):
         assert not (out / "model").exists()
     # Softmax returns to the best one.
     assert any("softmax in" in row["model"] and len(row["layers"]) == 1 for row in report["models"][1:]) == nothing
+
+
+def test_no_if_the_last_measurement_is_not_faster(sources, tmp_path, set_times, monkeypatch):
+    set_times(blocks=4.0)
+    monkeypatch.setattr(search, "time_each", lambda models, batches: {name: [ORIGINAL_TIME] for name in models})
+    out = tmp_path / "faster"
+    assert run(sources, "classifier", out, "--min-agreement", 20) == 0
+    assert read_report(out)["chosen"] is None
+    assert "no: blocks of 128 in transformers is only 1.00 times as fast" in read_report(out)["summary"]
+    assert not (out / "model").exists()
 
 
 def test_nothing_is_trained_if_nothing_is_faster(sources, tmp_path, set_times):
