@@ -462,7 +462,7 @@ class Search:
         return min(faster, key=lambda entry: entry.milliseconds, default=None)
 
     def report_on(self, entry: Entry) -> dict[str, Any]:
-        """Return the scores of an entry on the rows that report, their interval, and its times beside the original's."""
+        """Return an entry's scores on the rows that report, their interval, and its times beside the original's."""
         model = self.load(entry)
         quality = self.quality("report")
         outputs = self.outputs_of(entry.name, model, "report")
