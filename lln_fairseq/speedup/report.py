@@ -53,7 +53,7 @@ def _nearest(search: Search) -> str:
 def caveats(search: Search, final: dict[str, Any] | None) -> list[str]:
     """Return what a reader of the numbers must know."""
     lines = list(search.notes)
-    lines.append("If the classifier was trained with these rows, they flatter it: give rows that it has not seen.")
+    lines.append("If the model was trained with these rows, they flatter it: give rows that it has not seen.")
     if final is not None and final["half_width"] > final["limit"] > 0:
         needed = rows_needed(final["rows"], final["half_width"], final["limit"])
         lines.append(
