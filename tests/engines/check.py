@@ -126,6 +126,7 @@ def run_spark(mapper: type, options: dict[str, Any], folder: Path, workers: int)
     from pyspark.ml.functions import predict_batch_udf
     from pyspark.sql import SparkSession
     from pyspark.sql.functions import col
+    from pyspark.sql.types import ArrayType, FloatType, StringType, StructField, StructType
 
     os.environ["PYSPARK_PYTHON"] = sys.executable
     builder = SparkSession.builder.master(f"local[{workers},4]").config(
@@ -134,13 +135,22 @@ def run_spark(mapper: type, options: dict[str, Any], folder: Path, workers: int)
     builder = builder.config("spark.sql.execution.arrow.maxRecordsPerBatch", BATCH_ROWS)
     session = builder.config("spark.driver.memory", "2g").getOrCreate()
     session.sparkContext.setLogLevel("OFF")
-    numbers = "vector array<float>" if "encoder" in options["directory"] else "label string, probability float"
+    columns = {"vector": ArrayType(FloatType())}
+    if "classifier" in options["directory"]:
+        columns = {"label": StringType(), "probability": FloatType()}
+    columns["error"] = StringType()
 
     def make_predict_fn() -> Callable[..., dict[str, Any]]:
         map_texts = mapper(**options)
-        return lambda number, text: map_texts({"id": number, "text": text})
 
-    outputs = predict_batch_udf(make_predict_fn, return_type=f"{numbers}, error string", batch_size=BATCH_ROWS)
+        def predict(number: np.ndarray, text: np.ndarray) -> dict[str, np.ndarray]:
+            outputs = map_texts({"id": number, "text": text})
+            return {name: outputs[name] for name in columns}
+
+        return predict
+
+    return_type = StructType([StructField(name, kind) for name, kind in columns.items()])
+    outputs = predict_batch_udf(make_predict_fn, return_type=return_type, batch_size=BATCH_ROWS)
     rows = session.read.parquet(str(folder / "rows"))
     mapped = rows.select("id", outputs(col("id"), col("text")).alias("outputs")).select("id", "outputs.*")
     table = mapped.toArrow().to_pylist()
