@@ -5,7 +5,7 @@
 
 The model is a directory of Hugging Face or a checkpoint, as `lln-fairseq convert` reads it. The program times it in
 transformers on this machine, in ONNX, and with other attentions, which it trains on a part of the rows without their
-labels. It chooses the fastest that loses at most --max-drop points, and measures it on rows that chose nothing. OUT
+labels. It chooses the fastest that loses at most --max-drop points, and measures it on held-out rows. OUT
 gets `model`, unless the answer is no, and report.md, report.png, report.json and rows.tsv.
 
 Without --label, a model is good if it agrees with the original, see --min-agreement. A model with one output, such as a
@@ -19,9 +19,10 @@ import math
 import shutil
 from pathlib import Path
 
+from lln_fairseq.conversion.directory import read_json
 from lln_fairseq.errors import UserError
 from lln_fairseq.speedup.journal import FOLDER, Journal, checksum
-from lln_fairseq.speedup.report import JSON, summarize, write_reports
+from lln_fairseq.speedup.report import JSON, opening_code, summarize, write_reports
 from lln_fairseq.speedup.rows import read_labeled_rows, read_text_rows
 from lln_fairseq.speedup.search import WORTH, Search
 from lln_fairseq.text.rows import Columns
@@ -67,13 +68,25 @@ def speedup(args: argparse.Namespace) -> None:
     last_line = summarize(search, entry, final, chosen)
     if chosen and entry is not None and not (args.out / MODEL).exists():
         shutil.copytree(entry.directory, args.out / f"{MODEL}.part", dirs_exist_ok=True)
+        keep_longest_text(args.out / f"{MODEL}.part", search.longest)
         (args.out / f"{MODEL}.part").rename(args.out / MODEL)
     write_reports(search, entry, final, chosen, last_line)
     for path in (args.out / FOLDER).iterdir():
         if path.is_dir():
             shutil.rmtree(path)
     print(f"\n{args.out}/report.md has all that was tried")
+    if chosen and entry is not None:
+        print(f"to open the model:\n{opening_code(search, entry)}\n")
     print(last_line)
+
+
+def keep_longest_text(directory: Path, longest: int) -> None:
+    """Let the tokenizer of an exported model cut texts where the original's does, which may be before its positions."""
+    for name, key in (("tokenizer_config.json", "model_max_length"), ("sentence_bert_config.json", "max_seq_length")):
+        path = directory / name
+        if path.exists():
+            settings = read_json(path) | {key: longest}
+            path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def main(argv: list[str]) -> None:
@@ -87,7 +100,11 @@ def main(argv: list[str]) -> None:
     source.add_argument("--rows", type=Path, help="rows of a classifier or reranker: TSV, CSV, JSON Lines or Parquet")
     source.add_argument("--texts", type=Path, help="texts of an encoder, one per line")
     parser.add_argument(
-        "--text", nargs="+", default=["text"], metavar="COLUMN", help="column of the text, or columns of two texts"
+        "--text",
+        nargs="+",
+        default=["text"],
+        metavar="COLUMN",
+        help="column of the text, or columns of two texts (default: text)",
     )
     parser.add_argument("--label", metavar="COLUMN", help="column of the label (default: compare with the original)")
     parser.add_argument("--group", metavar="COLUMN", help="column of a reranker's query, to score rankings")

@@ -13,6 +13,7 @@ from lln_fairseq.files import write_bytes
 from lln_fairseq.provenance import describe_provenance, format_result
 from lln_fairseq.speedup.candidates import Candidate
 from lln_fairseq.speedup.quality import rows_needed
+from lln_fairseq.speedup.runtimes import BFLOAT16, ONNX_FILES
 from lln_fairseq.speedup.search import Entry, Search
 
 JSON = "report.json"
@@ -25,15 +26,18 @@ def summarize(search: Search, entry: Entry | None, final: dict[str, Any] | None,
         return f"no: nothing was both faster and good enough. {_nearest(search)}"
     before, after = final["milliseconds"]["original"], final["milliseconds"]["model"]
     quality = (
-        f"{final['metric']} {final['original']:.1f} -> {final['score']:.1f} on {final['rows']:,} rows that chose "
-        f"nothing (95 % interval of the drop: {final['drop']:.1f} ± {final['half_width']:.1f})"
+        f"{final['metric']} {final['original']:.1f} -> {final['score']:.1f} on {final['rows']:,} held-out "
+        f"rows (95 % interval of the drop: {final['drop']:.1f} ± {final['half_width']:.1f})"
     )
     speed = f"{final['times_as_fast']:.2f} times as fast ({before:.1f} -> {after:.1f} ms for {tokens})"
     if not chosen and final["drop"] <= final["limit"]:
         return f"no: {entry.model} in {entry.runtime} is only {speed}; {quality}"
     if not chosen:
         return f"no: {entry.model} in {entry.runtime} is {speed}, but loses too much: {quality}"
-    return f"yes: {entry.model} in {entry.runtime} is {speed}; {quality}"
+    needed = ""
+    if final["half_width"] > final["limit"]:
+        needed = ", too few rows to be sure"
+    return f"yes: {entry.model} in {entry.runtime} is {speed}; {quality}{needed}"
 
 
 def _nearest(search: Search) -> str:
@@ -61,6 +65,20 @@ def caveats(search: Search, final: dict[str, Any] | None) -> list[str]:
             "that report to tell such a drop from none."
         )
     return lines
+
+
+def opening_code(search: Search, entry: Entry) -> str:
+    """Return Python code that opens the chosen model."""
+    directory = search.args.out / "model"
+    if entry.runtime in ONNX_FILES:
+        return f'onnxruntime.InferenceSession("{directory / ONNX_FILES[entry.runtime]}")'
+    options = ""
+    if entry.runtime == BFLOAT16:
+        options = ", model_kwargs={'dtype': 'bfloat16'}" if search.is_encoder else ', dtype="bfloat16"'
+    opener = "AutoModelForSequenceClassification.from_pretrained"
+    if search.is_encoder:
+        opener = "SentenceTransformer"
+    return f'import lln_fairseq.hub\n{opener}("{directory}"{options})'
 
 
 def commands(search: Search, entry: Entry) -> list[str]:
@@ -103,19 +121,19 @@ def commands(search: Search, entry: Entry) -> list[str]:
 def write_reports(
     search: Search, entry: Entry | None, final: dict[str, Any] | None, chosen: bool, last_line: str
 ) -> None:
-    """Write the four files to OUT; `entry` is what was measured on the rows that report, and `chosen` if it passed."""
+    """Write the four files to OUT; `entry` is what was measured on the test rows, and `chosen` if it passed."""
     out: Path = search.args.out
     if entry is not None:
         _write_rows(search, entry, out / "rows.tsv")
     lines = caveats(search, final)
-    write_bytes(out / "report.md", _markdown(search, entry, lines, last_line).encode())
+    write_bytes(out / "report.md", _markdown(search, entry, chosen, lines, last_line).encode())
     _draw(search, entry if chosen else None, out / "report.png")
     lengths = search.lengths
     tokens = {"median": np.median(lengths), "90 %": np.quantile(lengths, 0.9), "longest": lengths.max()}
     content = {
         "chosen": entry.name if chosen and entry else None,
         "summary": last_line,
-        "report": final,
+        "test": final,
         "notes": lines,
         "seed": search.args.seed,
         "rows": {split: len(numbers) for split, numbers in search.scored.items()},
@@ -140,10 +158,10 @@ def _describe(entry: Entry) -> dict[str, Any]:
 
 def _write_rows(search: Search, entry: Entry, path: Path) -> None:
     """Write the outputs of the original and of an entry for every row that reports."""
-    original = search.quality("report").original
-    outputs = search.outputs_of(entry.name, search.load(entry), "report")
+    original = search.quality("test").original
+    outputs = search.outputs_of(entry.name, search.load(entry), "test")
     lines = ["row\tlabel\toriginal\tmodel"]
-    for place, number in enumerate(search.scored["report"]):
+    for place, number in enumerate(search.scored["test"]):
         label = search.rows.labels[number] if search.rows.labels else ""
         lines.append(f"{number + 1}\t{label}\t{_cell(search, original[place])}\t{_cell(search, outputs[place])}")
     write_bytes(path, ("\n".join(lines) + "\n").encode())
@@ -155,8 +173,8 @@ def _cell(search: Search, output: Tensor) -> str:
     return " ".join(f"{value:.5g}" for value in output.tolist()[:1]) if not search.is_encoder else ""
 
 
-def _markdown(search: Search, entry: Entry | None, lines: list[str], last_line: str) -> str:
-    metric = search.quality("choose").name
+def _markdown(search: Search, entry: Entry | None, chosen: bool, lines: list[str], last_line: str) -> str:
+    metric = search.quality("valid").name
     text = [f"# {search.args.model}", "", last_line, ""]
     text += [
         f"| model | runtime | ms per text | times as fast | memory, MB | {metric} | drop |",
@@ -175,12 +193,17 @@ def _markdown(search: Search, entry: Entry | None, lines: list[str], last_line: 
         "",
         f"Median time of a text, {search.args.batch} at once. Rows have {median:.0f} tokens (median), {high:.0f} "
         f"(90 %) and {search.lengths.max()} (longest). Memory is that of the longest text, without weights. The scores "
-        f"are those of {len(search.scored['choose']):,} rows that choose; the first line has others.",
+        f"are those of {len(search.scored['valid']):,} validation rows; the line above has test rows, and times that "
+        "were measured once more. Models without a score are not faster by a tenth than a good one, or there was no "
+        "time to train them.",
         "",
         *(f"- {line}" for line in lines),
     ]
     if entry is not None:
-        text += ["", "By hand, in a checkout:", "", "```bash", *commands(search, entry), "```"]
+        if chosen:
+            text += ["", "To open the model:", "", "```python", opening_code(search, entry), "```"]
+        text += ["", "By hand, in a checkout, with other splits of the rows:", "", "```bash", *commands(search, entry)]
+        text.append("```")
     return "\n".join(text) + "\n"
 
 
@@ -200,10 +223,10 @@ def _draw(search: Search, chosen: Entry | None, path: Path) -> None:
         axes.plot(entry.milliseconds, entry.score, marker, color=color, markersize=14 if entry is chosen else 8)
         label = "original" if is_original else entry.name
         axes.annotate(label, (entry.milliseconds, entry.score), xytext=(8, 4), textcoords="offset points", fontsize=8)
-    quality = search.quality("choose")
+    quality = search.quality("valid")
     axes.axhline(quality.score(quality.original) - quality.limit, color="gray", linestyle=":", label="limit")
     axes.set_xlabel("ms per text")
-    axes.set_ylabel(f"{quality.name} on rows that choose")
+    axes.set_ylabel(f"{quality.name} on validation rows")
     axes.margins(x=0.3, y=0.15)
     axes.set_xlim(left=0)
     axes.legend(frameon=False)

@@ -1,4 +1,4 @@
-"""Read the rows of a search, and split them into those that train, those that choose and those that report."""
+"""Read the rows of a search, and split them into those that train, for validation and for the test."""
 
 import hashlib
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from lln_fairseq.text.read_lines import read_lines
 from lln_fairseq.text.rows import Columns, read_file_rows
 
 FEWEST = 300
-SHARES = {"report": 0.4, "choose": 0.2}  # of the rows; all others train
-MOST = {"report": 2000, "choose": 1000}  # rows
+SHARES = {"test": 0.4, "valid": 0.2}  # of the rows; all others train
+MOST = {"test": 2000, "valid": 1000}  # rows
 MOST_ROWS = 20_000
 
 
@@ -55,7 +55,7 @@ def _require_enough(rows: Rows, path: Path) -> Rows:
 
 
 def split_rows(rows: Rows, seed: int) -> dict[str, np.ndarray]:
-    """Return the numbers of the rows of "train", "choose" and "report", in random order.
+    """Return the numbers of the rows of "train", "valid" and "test", in random order.
 
     Rows of the same group, or without groups those with the same longer text, are in the same split. So a question or a
     prompt may be in all of them.
@@ -72,7 +72,7 @@ def split_rows(rows: Rows, seed: int) -> dict[str, np.ndarray]:
         numbers[split] = order[start:stop]
         start = stop
     numbers["train"] = order[start:]
-    if len(numbers["train"]) == 0 or len(numbers["choose"]) == 0:
+    if len(numbers["train"]) == 0 or len(numbers["valid"]) == 0:
         raise UserError("too many rows have the same text, or are in the same group, to split them")
     return numbers
 
@@ -94,6 +94,6 @@ def number_labels(labels: Sequence[str], names: Sequence[str], column: str) -> n
     if unknown:
         raise UserError(
             f"--label {column}: {unknown[0]!r} is not a label of the model ({', '.join(names)[:200]}), and the labels "
-            f"are not numbers from 0 to {len(names) - 1} either"
+            f"are not numbers from 0 to {len(names) - 1} either: write these in the file"
         )
     return np.array([numbers[label] for label in labels])

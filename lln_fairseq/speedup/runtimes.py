@@ -1,5 +1,6 @@
 """Models as they are served: a directory, the runtime that computes it, and their time and memory."""
 
+import logging
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -34,6 +35,7 @@ def load_served(directory: Path, runtime: str, longest: int, is_encoder: bool) -
     """
     from transformers import AutoTokenizer
 
+    logging.getLogger("lln_fairseq.hub").setLevel(logging.ERROR)  # it warns of what is not used here
     import lln_fairseq.hub  # noqa: F401  opens our exports
 
     dtype = torch.bfloat16 if runtime == BFLOAT16 else torch.float32
@@ -75,8 +77,8 @@ def own_runtime(model: TextModel) -> Outputs:
     def outputs(texts: Sequence[tuple[str, ...]]) -> Tensor:
         if not model.finetuned:
             return torch.stack(list(model.encode_each([line for (line,) in texts])))
-        samples = model.ids.encode_rows(texts)
-        return torch.stack(model._map_samples(samples, texts, model._class_logits))
+        rows = model._map_texts(texts, model.inputs, model._class_logits, on_long="truncate")
+        return torch.stack([logits for _, logits in rows])
 
     return outputs
 

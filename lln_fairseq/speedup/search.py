@@ -52,7 +52,7 @@ STEPS = 400  # of each stage, if there is time
 FEW_STEPS = 50  # fewer are not worth the time
 TRAINED = 3  # candidates, at most
 WORTH = 1.1  # a model is faster if it takes this fraction of the time
-SCORING_SHARE = 0.05  # of the minutes, for the original on the rows that choose, or on those that report
+SCORING_SHARE = 0.05  # of the minutes, for the original on the validation rows, or on the test rows
 TIMING_SHARE = 0.02  # for the times of a model
 TIMED_BATCHES = (5, 15)  # fewest and most
 ONNX_SECONDS = 240  # that must be left to write and check the ONNX files
@@ -69,7 +69,7 @@ class Entry:
         directory: the directory to serve, or a checkpoint for OWN.
         milliseconds: per text.
         memory: of a call with the longest text, in MB.
-        score, drop: on the rows that choose; None if it was not scored.
+        score, drop: on the validation rows; None if it was not scored.
         details: what else the report says.
     """
 
@@ -109,7 +109,7 @@ class Search:
         self.checkpoint = self.folder / "softmax" / CHECKPOINT
 
     def run(self) -> Entry | None:
-        """Return the fastest model that is good enough on the rows that choose, or None."""
+        """Return the fastest model that is good enough on the validation rows, or None."""
         self._require_space()
         self.prepare()
         self.try_runtimes()
@@ -168,8 +168,8 @@ class Search:
         self.linearizer = Linearizer(self.teacher, self.checkpoint, train, self.args.seed)
         print_status(
             f"{self.args.model}: {self.milliseconds:.1f} ms per text of {np.median(self.lengths):.0f} tokens in "
-            f"{TRANSFORMERS}; of {len(self.rows):,} rows, {len(train):,} train, {len(self.scored['choose']):,} choose "
-            f"and {len(self.scored['report']):,} report"
+            f"{TRANSFORMERS}; of {len(self.rows):,} rows, {len(train):,} train, {len(self.scored['valid']):,} validate "
+            f"and {len(self.scored['test']):,} test"
         )
 
     def _measure_lengths(self) -> None:
@@ -189,8 +189,8 @@ class Search:
         self.first_lengths = torch.cat(firsts).numpy()
 
     def _choose_timed_batches(self) -> list[list[tuple[str, ...]]]:
-        """Return batches of the rows that choose whose lengths are spread evenly over those of all of them."""
-        numbers = self.splits["choose"]
+        """Return batches of the validation rows whose lengths are spread evenly over those of all of them."""
+        numbers = self.splits["valid"]
         ordered = numbers[self.lengths[numbers].argsort(kind="stable")]
         middle = [self.rows.texts[ordered[len(ordered) // 2]]]
         trial = self.journal.once("trial", lambda: time_each({TRANSFORMERS: self.original}, [middle])[TRANSFORMERS])
@@ -223,7 +223,7 @@ class Search:
         texts = [self.rows.texts[number] for number in self.scored[split]]
 
         def compute() -> Tensor:
-            with progress_bar(f"{name}: rows that {split}", len(texts), "row") as bar:
+            with progress_bar(f"{name}: {split} rows", len(texts), "row") as bar:
                 return outputs_for_rows(model, texts, bar.update)
 
         return self.journal.tensor_once(f"{split} {name}".replace("/", " "), compute)
@@ -251,18 +251,18 @@ class Search:
         return Correlation(original, self.args.max_drop, targets)
 
     def score(self, entry: Entry) -> None:
-        """Set the score and the drop of an entry on the rows that choose."""
-        quality = self.quality("choose")
+        """Set the score and the drop of an entry on the validation rows."""
+        quality = self.quality("valid")
 
         def compute() -> list[float]:
-            outputs = self.outputs_of(entry.name, self.load(entry), "choose")
+            outputs = self.outputs_of(entry.name, self.load(entry), "valid")
             return [quality.score(outputs), quality.drop(outputs)]
 
         entry.score, entry.drop = self.journal.once(f"score of {entry.name}", compute)
-        print_status(f"{entry.name}: {entry.milliseconds:.1f} ms, {quality.name} {entry.score:.1f} on rows that choose")
+        print_status(f"{entry.name}: {entry.milliseconds:.1f} ms, {quality.name} {entry.score:.1f} on validation rows")
 
     def is_good(self, entry: Entry) -> bool:
-        return entry.drop is not None and entry.drop <= self.quality("choose").limit
+        return entry.drop is not None and entry.drop <= self.quality("valid").limit
 
     def load(self, entry: Entry) -> Outputs:
         if entry.runtime == OWN:
@@ -273,7 +273,7 @@ class Search:
 
     def try_runtimes(self) -> None:
         """Time and score the unchanged model in other runtimes and precisions."""
-        self.entries[0].score = self.quality("choose").score(self.quality("choose").original)
+        self.entries[0].score = self.quality("valid").score(self.quality("valid").original)
         directory = self.folder / UNCHANGED
         runtimes = half_precisions()
         if torch.cuda.is_available():
@@ -381,13 +381,13 @@ class Search:
         """Return the time of training a candidate for STEPS, and that of exporting and scoring it."""
         entry = self.fastest_of(candidate)
         training = STEPS * sum(entry.details["step_seconds"].values())
-        scoring = entry.milliseconds / 1000 * len(self.scored["choose"])
+        scoring = entry.milliseconds / 1000 * len(self.scored["valid"])
         return training, entry.details["seconds"] + scoring
 
     def steps_for(self, candidates: Sequence[Candidate]) -> int:
         """Return how many steps of each stage there is time for, if all of these are trained; at most STEPS."""
         costs = [self.training_seconds(candidate) for candidate in candidates]
-        reporting = 2 * self.milliseconds / 1000 * len(self.scored["report"]) + 30
+        reporting = 2 * self.milliseconds / 1000 * len(self.scored["test"]) + 30
         left = self.left() - reporting - sum(fixed for _, fixed in costs)
         return int(np.clip(STEPS * left / sum(training for training, _ in costs), 0, STEPS))
 
@@ -462,10 +462,10 @@ class Search:
         return min(faster, key=lambda entry: entry.milliseconds, default=None)
 
     def report_on(self, entry: Entry) -> dict[str, Any]:
-        """Return an entry's scores on the rows that report, their interval, and its times beside the original's."""
+        """Return an entry's scores on the test rows, their interval, and its times beside the original's."""
         model = self.load(entry)
-        quality = self.quality("report")
-        outputs = self.outputs_of(entry.name, model, "report")
+        quality = self.quality("test")
+        outputs = self.outputs_of(entry.name, model, "test")
 
         def compute() -> dict[str, Any]:
             times = time_each({"original": self.original, "model": model}, self.timed)

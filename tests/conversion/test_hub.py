@@ -118,5 +118,5 @@ def test_text_embeddings_inference_cuts_texts_at_the_longest_sequence(exports):
     longest = longest_text_of_text_embeddings_inference(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True).eval()
     assert model(torch.full((1, longest), 5)).logits.isfinite().all()
-    with pytest.raises(IndexError):
+    with pytest.raises((IndexError, RuntimeError)):  # of transformers 4 and 5
         model(torch.full((1, longest + 1), 5))

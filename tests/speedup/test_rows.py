@@ -11,9 +11,9 @@ def test_splits_are_disjoint_complete_and_follow_the_seed():
     rows = Rows([("a question", f"passage {number}") for number in range(1000)])
     splits = split_rows(rows, seed=1)
     assert sorted(np.concatenate(list(splits.values()))) == list(range(1000))
-    assert {split: len(numbers) for split, numbers in splits.items()} == {"report": 400, "choose": 200, "train": 400}
-    assert (split_rows(rows, seed=1)["report"] == splits["report"]).all()
-    assert sorted(split_rows(rows, seed=2)["report"]) != sorted(splits["report"])
+    assert {split: len(numbers) for split, numbers in splits.items()} == {"test": 400, "valid": 200, "train": 400}
+    assert (split_rows(rows, seed=1)["test"] == splits["test"]).all()
+    assert sorted(split_rows(rows, seed=2)["test"]) != sorted(splits["test"])
 
 
 @pytest.mark.parametrize("kind", ["text", "group"])
@@ -25,9 +25,9 @@ def test_equal_texts_and_groups_stay_together(kind):
         rows = Rows([(f"question {number}", f"passage {place}") for place, number in enumerate(numbers)])
         rows.groups = [str(number) for number in numbers]
     members = {split: set(numbers[rows_of_split]) for split, rows_of_split in split_rows(rows, 1).items()}
-    assert not members["train"] & members["choose"]
-    assert not members["train"] & members["report"]
-    assert not members["choose"] & members["report"]
+    assert not members["train"] & members["valid"]
+    assert not members["train"] & members["test"]
+    assert not members["valid"] & members["test"]
 
 
 def test_rows_that_are_all_equal_cannot_be_split():

@@ -100,7 +100,7 @@ def test_yes_writes_the_fastest_model_that_is_good_enough(sources, tmp_path, set
     assert (out / "report.png").stat().st_size > 5000
     # The stored rows are those of the exported model and of the original.
     lines = (out / "rows.tsv").read_text().splitlines()[1:]
-    assert len(lines) == report["rows"]["report"] == report["report"]["rows"]
+    assert len(lines) == report["rows"]["test"] == report["test"]["rows"]
     table = [line.split("\t") for line in (sources / "rows.tsv").read_text().splitlines()]
     stored = [line.split("\t") for line in lines[:20]]
     pairs = [tuple(table[int(row)][:2]) for row, *_ in stored]
@@ -109,7 +109,7 @@ def test_yes_writes_the_fastest_model_that_is_good_enough(sources, tmp_path, set
         logits = transformers_logits(model, folder, pairs, longest=POSITIONS)
         assert [model.config.id2label[int(row.argmax())] for row in logits] == [cells[column] for cells in stored]
     agreement = 100 * np.mean([cells[2] == cells[3] for cells in (line.split("\t") for line in lines)])
-    assert report["report"]["score"] == pytest.approx(agreement)
+    assert report["test"]["score"] == pytest.approx(agreement)
 
 
 def test_finished_search_is_not_repeated_and_another_is_refused(sources, tmp_path, set_times, capsys):
@@ -166,7 +166,7 @@ def test_rerankers_and_encoders(sources, tmp_path, set_times, model):
     assert run(sources, model, out, *options) == 0
     report = read_report(out)
     assert report["chosen"] == "blocks of 128, transformers"
-    assert report["report"]["metric"] == ("nDCG@10" if model == "reranker" else "cosine")
+    assert report["test"]["metric"] == ("nDCG@10" if model == "reranker" else "cosine")
     if model == "encoder":
         texts = (sources / "texts.txt").read_text().splitlines()[:5]
         vectors = SentenceTransformer(str(out / "model"), trust_remote_code=True).encode(texts, convert_to_tensor=True)
@@ -181,7 +181,7 @@ def test_unchanged_model_in_onnx_can_be_the_answer(sources, tmp_path, set_times,
     assert run(sources, "classifier", out, "--label", "label", "--max-drop", 5) == 0
     report = read_report(out)
     assert report["chosen"] == "unchanged, onnxruntime"
-    assert report["report"]["drop"] == 0
+    assert report["test"]["drop"] == 0
     assert list((out / "model").rglob("model.onnx"))
 
 
@@ -210,7 +210,7 @@ def test_killed_search_continues(sources, tmp_path, set_times, monkeypatch):
     for report in reports:
         for row in report["models"]:
             row.pop("memory_mb")
-    for key in ("chosen", "report", "models", "rows"):
+    for key in ("chosen", "test", "models", "rows"):
         assert reports[0][key] == reports[1][key]
     assert (whole / "rows.tsv").read_text() == (killed / "rows.tsv").read_text()
 
