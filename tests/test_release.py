@@ -83,6 +83,7 @@ def test_requirements_are_exactly_the_imported_packages(package_metadata):
             imported |= set(imported_packages(path))
     imported -= sys.stdlib_module_names
     imported -= {"lln_fairseq", "_typeshed"}  # only type checkers import the second one
+    imported -= {"pyarrow", "sentence_transformers"}  # for Parquet and encoders: messages say how to install them
     distributions = importlib.metadata.packages_distributions()
 
     not_required = {package for package in imported if not required & set(distributions.get(package, ()))}

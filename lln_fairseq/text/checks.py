@@ -12,7 +12,6 @@ from math import isfinite
 from pathlib import Path
 
 import numpy as np
-import torch.distributed as dist
 
 from lln_fairseq.errors import UserError
 from lln_fairseq.text.binary_format import Samples, iterate_chunks, read_dataset
@@ -117,6 +116,8 @@ def check_lines(prefix: str, dictionary: Path, combine: bool = False) -> int:
 
 def own_share(array: np.ndarray) -> np.ndarray:
     """Return the part of an array that belongs to this worker; the parts of all workers are the array."""
+    import torch.distributed as dist  # here, because programs of data_prep do without torch until they need it
+
     if not dist.is_initialized():
         return array
     rank = dist.get_rank()
