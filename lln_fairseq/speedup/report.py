@@ -34,10 +34,10 @@ def summarize(search: Search, entry: Entry | None, final: dict[str, Any] | None,
         return f"no: {entry.model} in {entry.runtime} is only {speed}; {quality}"
     if not chosen:
         return f"no: {entry.model} in {entry.runtime} is {speed}, but loses too much: {quality}"
-    needed = ""
+    doubt = ""
     if final["half_width"] > final["limit"]:
-        needed = ", too few rows to be sure"
-    return f"yes: {entry.model} in {entry.runtime} is {speed}; {quality}{needed}"
+        doubt = ", too few rows to be sure"
+    return f"yes: {entry.model} in {entry.runtime} is {speed}; {quality}{doubt}"
 
 
 def _nearest(search: Search) -> str:
@@ -61,8 +61,8 @@ def caveats(search: Search, final: dict[str, Any] | None) -> list[str]:
     if final is not None and final["half_width"] > final["limit"] > 0:
         needed = rows_needed(final["rows"], final["half_width"], final["limit"])
         lines.append(
-            f"The interval is wider than the limit of {final['limit']:g} points: it would take about {needed:,} rows "
-            "that report to tell such a drop from none."
+            f"The interval is wider than the limit of {final['limit']:g} points: it would take about {needed:,} "
+            "test rows to tell such a drop from none."
         )
     return lines
 
