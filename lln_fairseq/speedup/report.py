@@ -214,21 +214,21 @@ def _draw(search: Search, chosen: Entry | None, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
     for entry in search.entries:
         if entry.score is None or not math.isfinite(entry.score):
             continue
-        is_original = entry is search.entries[0]
-        marker, color = ("s", "black") if is_original else ("*", "C2") if entry is chosen else ("o", "C0")
-        axes.plot(entry.milliseconds, entry.score, marker, color=color, markersize=14 if entry is chosen else 8)
-        label = "original" if is_original else entry.name
-        axes.annotate(label, (entry.milliseconds, entry.score), xytext=(8, 4), textcoords="offset points", fontsize=8)
+        name = f"{entry.name} (chosen)" if entry is chosen else entry.name
+        marker = "*" if entry is chosen else "o"
+        if entry is search.entries[0]:
+            marker = "s"
+        axes.plot(entry.milliseconds, entry.score, marker, markersize=14 if entry is chosen else 8, label=name)
     quality = search.quality("valid")
     axes.axhline(quality.score(quality.original) - quality.limit, color="gray", linestyle=":", label="limit")
     axes.set_xlabel("ms per text")
     axes.set_ylabel(f"{quality.name} on validation rows")
-    axes.margins(x=0.3, y=0.15)
+    axes.margins(y=0.15)
     axes.set_xlim(left=0)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
