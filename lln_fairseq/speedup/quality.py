@@ -93,9 +93,12 @@ class Ndcg(RowMetric):
     def __init__(self, original: Tensor, limit: float, relevances: np.ndarray, groups: Sequence[str]) -> None:
         super().__init__(original, limit)
         self.relevances = relevances
-        _, group_numbers = np.unique(np.asarray(groups), return_inverse=True)
-        members = [np.flatnonzero(group_numbers == number) for number in range(group_numbers.max() + 1)]
-        self.members = [rows for rows in members if relevances[rows].max() > 0]
+        names = np.asarray(groups)
+        self.members = []  # the numbers of the rows of each group
+        for group in dict.fromkeys(groups):
+            rows = np.flatnonzero(names == group)
+            if relevances[rows].max() > 0:
+                self.members.append(rows)
 
     def values(self, outputs: Tensor) -> np.ndarray:
         scores = outputs.view(-1).numpy()

@@ -24,7 +24,8 @@ def summarize(search: Search, entry: Entry | None, final: dict[str, Any] | None,
     tokens = f"texts of {np.median(search.lengths):.0f} tokens"
     if entry is None or final is None:
         return f"no: nothing was both faster and good enough. {_nearest(search)}"
-    before, after = final["milliseconds"]["original"], final["milliseconds"]["model"]
+    before = final["milliseconds"]["original"]
+    after = final["milliseconds"]["model"]
     quality = (
         f"{final['metric']} {final['original']:.1f} -> {final['score']:.1f} on {final['rows']:,} held-out "
         f"rows (95 % interval of the drop: {final['drop']:.1f} ± {final['half_width']:.1f})"
@@ -84,7 +85,8 @@ def opening_code(search: Search, entry: Entry) -> str:
 def commands(search: Search, entry: Entry) -> list[str]:
     """Return the commands that do by hand what led to an entry."""
     args = search.args
-    model, rows = str(args.model), str(args.rows or args.texts)
+    model = str(args.model)
+    rows = str(args.rows or args.texts)
     lines = []
     if args.model.is_file():
         lines.append(["lln-fairseq", "export", model, "steps/stock"])
@@ -188,7 +190,8 @@ def _markdown(search: Search, entry: Entry | None, chosen: bool, lines: list[str
         text.append(
             f"| {row.model} | {row.runtime} | {row.milliseconds:.1f} | {speed:.2f} | {memory} | {score} | {drop} |"
         )
-    median, high = np.median(search.lengths), np.quantile(search.lengths, 0.9)
+    median = np.median(search.lengths)
+    high = np.quantile(search.lengths, 0.9)
     text += [
         "",
         f"Median time of a text, {search.args.batch} at once. Rows have {median:.0f} tokens (median), {high:.0f} "

@@ -147,8 +147,9 @@ class Search:
             raise UserError(f"{self.args.model} is a masked language model: fine-tune it first")
         self.is_encoder = not self.teacher.finetuned
         if self.is_encoder != (self.args.texts is not None):
-            kind, option = ("an encoder", "--texts") if self.is_encoder else ("a classifier", "--rows and --text")
-            raise UserError(f"{self.args.model} is {kind}: give {option}")
+            if self.is_encoder:
+                raise UserError(f"{self.args.model} is an encoder: give --texts")
+            raise UserError(f"{self.args.model} is a classifier: give --rows and --text")
         self.numbers: np.ndarray | None = None
         if self.rows.labels is not None:
             self.numbers = number_labels(self.rows.labels, self.teacher.labels, self.args.label)
@@ -254,11 +255,13 @@ class Search:
         """Set the score and the drop of an entry on the validation rows."""
         quality = self.quality("valid")
 
-        def compute() -> list[float]:
+        def compute() -> dict[str, float]:
             outputs = self.outputs_of(entry.name, self.load(entry), "valid")
-            return [quality.score(outputs), quality.drop(outputs)]
+            return {"score": quality.score(outputs), "drop": quality.drop(outputs)}
 
-        entry.score, entry.drop = self.journal.once(f"score of {entry.name}", compute)
+        scores = self.journal.once(f"score of {entry.name}", compute)
+        entry.score = scores["score"]
+        entry.drop = scores["drop"]
         print_status(f"{entry.name}: {entry.milliseconds:.1f} ms, {quality.name} {entry.score:.1f} on validation rows")
 
     def is_good(self, entry: Entry) -> bool:
