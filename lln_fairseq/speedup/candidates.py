@@ -92,7 +92,7 @@ def candidates_for(lengths: np.ndarray, first_lengths: np.ndarray) -> list[Candi
 
     Args:
         lengths: the number of tokens of each row, (rows,).
-        first_lengths: those of its first text, (rows,); 1 for a single text.
+        first_lengths: those of the first text of a pair, (rows,); 1 for a single text, whose first token is global.
     """
     blocks = make_candidate("blocks of 128", "block_diag", block_size=128, **FIRST_GLOBAL)
     windows = make_candidate("windows of 48", "window", block_size=48, **FIRST_GLOBAL)
@@ -124,7 +124,10 @@ class Linearizer:
         self.tokens = max(TOKENS, self.longest)
 
     def students(self, candidate: Candidate, steps: int) -> Students:
-        """Return students for a copy of the teacher, `students.model`."""
+        """Return the trainer of a new attention for every layer of a copy of the teacher, which is its `model`.
+
+        `steps` are those of the transfer. The copy has softmax until `Students.fold`.
+        """
         model = copy.deepcopy(self.teacher.model)
         return Students(model, candidate.attention, candidate.options, TRANSFER_LR, steps, self.seed)
 
@@ -155,11 +158,13 @@ class Linearizer:
         return pool_hidden_states(hidden, tokens.ne(self.rows.pad), self.teacher.pooling)
 
     def swap(self, candidate: Candidate, out: Path) -> dict[str, Any]:
-        """Write the teacher with a new attention to OUT/model.pt, untrained: its speed is that of the trained model.
+        """Write the teacher with a new attention to OUT/model.pt, untrained, and time its training.
 
-        The last layers keep softmax, if some must.
+        For "best:N", the last N layers keep softmax: which ones are best is known only after the transfer, and any N
+        take the same time.
 
-        Returns: `distance` from the teacher, and `step_seconds` of each stage
+        Returns: `distance` from the teacher, before any step, and `step_seconds` of the stages "transfer" and
+            "distillation"
         """
         students = self.students(candidate, steps=2)
         model = students.model

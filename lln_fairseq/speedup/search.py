@@ -51,7 +51,7 @@ EXPORTED = "exported"
 STEPS = 400  # of each stage, if there is time
 FEW_STEPS = 50  # fewer are not worth the time
 TRAINED = 3  # candidates, at most
-WORTH = 1.1  # a model is faster if it takes this fraction of the time
+WORTH = 1.1  # a model must be this many times as fast
 SCORING_SHARE = 0.05  # of the minutes, for the original on the validation rows, or on the test rows
 TIMING_SHARE = 0.02  # for the times of a model
 TIMED_BATCHES = (5, 15)  # fewest and most
@@ -69,7 +69,7 @@ class Entry:
         directory: the directory to serve, or a checkpoint for OWN.
         milliseconds: per text.
         memory: of a call with the longest text, in MB.
-        score, drop: on the validation rows; None if it was not scored.
+        score, drop: of 100 points on the validation rows, and how many fewer than the original; None without a score.
         details: what else the report says.
     """
 
@@ -110,7 +110,7 @@ class Search:
 
     def run(self) -> Entry | None:
         """Return the fastest model that is good enough on the validation rows, or None."""
-        self._require_space()
+        self._require_disk_space()
         self.prepare()
         self.try_runtimes()
         self.try_attentions()
@@ -120,7 +120,8 @@ class Search:
         """Return the seconds that are left of --minutes."""
         return self.budget - self.journal.seconds()
 
-    def _require_space(self) -> None:
+    def _require_disk_space(self) -> None:
+        """Raise UserError if the disk of OUT cannot hold FREE_COPIES of the original."""
         model = self.args.model
         files = [model] if model.is_file() else [path for path in model.rglob("*") if path.is_file()]
         needed = FREE_COPIES * max(path.stat().st_size for path in files)
@@ -153,13 +154,13 @@ class Search:
         self.numbers: np.ndarray | None = None
         if self.rows.labels is not None:
             self.numbers = number_labels(self.rows.labels, self.teacher.labels, self.args.label)
-        self.longest = min(self.teacher.longest, _own_limit(directory))
+        self.longest = min(self.teacher.longest, _tokenizer_limit(directory))
         self.original = load_served(directory, TRANSFORMERS, self.longest, self.is_encoder)
         self._measure_lengths()
         self.splits = split_rows(self.rows, self.args.seed)
         self.timed = self._choose_timed_batches()
         model = self.original
-        measured = self.journal.once("original", lambda: self._measure(model))
+        measured = self.journal.once("original", lambda: self._measure_original(model))
         self.milliseconds: float = measured["milliseconds"]
         most = int(SCORING_SHARE * self.budget / (self.milliseconds / 1000))
         counts = {split: min(MOST[split], max(most, 100)) for split in MOST}
@@ -205,8 +206,8 @@ class Search:
     def longest_text(self) -> list[tuple[str, ...]]:
         return [self.rows.texts[int(self.lengths.argmax())]]
 
-    def _measure(self, model: Outputs) -> dict[str, Any]:
-        """Return the memory and the milliseconds per text of the original."""
+    def _measure_original(self, model: Outputs) -> dict[str, Any]:
+        """Return `milliseconds` per text and `memory` in MB, or None, of the original, which `model` is."""
         memory = memory_of(model, self.longest_text)
         times = time_each({TRANSFORMERS: model}, self.timed)[TRANSFORMERS]
         return {"milliseconds": statistics.median(times), "memory": memory}
@@ -265,6 +266,7 @@ class Search:
         print_status(f"{entry.name}: {entry.milliseconds:.1f} ms, {quality.name} {entry.score:.1f} on validation rows")
 
     def is_good(self, entry: Entry) -> bool:
+        """Return True if an entry was scored and loses no more than it may on the validation rows."""
         return entry.drop is not None and entry.drop <= self.quality("valid").limit
 
     def load(self, entry: Entry) -> Outputs:
@@ -307,12 +309,13 @@ class Search:
         return entries
 
     def _time_entry(self, entry: Entry) -> tuple[float, float | None]:
+        """Return the milliseconds per text of an entry and its memory in MB, None if unknown."""
         model = self.load(entry)
         memory = memory_of(model, self.longest_text)
         return self.time_beside(model), memory
 
     def is_faster(self, entry: Entry) -> bool:
-        """Return True if an entry is faster than the original and all that are good enough, by WORTH."""
+        """Return True if an entry takes at most 1 / WORTH of the time of the original and of every good entry."""
         good = [self.milliseconds, *(other.milliseconds for other in self.entries if self.is_good(other))]
         return WORTH * entry.milliseconds <= min(good)
 
@@ -366,7 +369,10 @@ class Search:
         return min(entries, key=lambda entry: entry.milliseconds)
 
     def _export(self, folder: Path) -> list[str]:
-        """Export FOLDER/model.pt, and return the runtimes to try, or OWN if the attention cannot be exported."""
+        """Export FOLDER/model.pt to FOLDER/exported, and return the runtimes to time.
+
+        They are [OWN] if the attention cannot be exported, which a note then says.
+        """
         try:
             export(folder / CHECKPOINT, folder / EXPORTED, onnx=self.args.onnx)
         except UserError as error:
@@ -381,7 +387,10 @@ class Search:
         return min(self.entries_of(candidate), key=lambda entry: entry.milliseconds)
 
     def training_seconds(self, candidate: Candidate) -> tuple[float, float]:
-        """Return the time of training a candidate for STEPS, and that of exporting and scoring it."""
+        """Estimate the time of STEPS steps of each stage of a candidate, and that of exporting and scoring it.
+
+        The candidate must have been swapped in, which times its steps.
+        """
         entry = self.fastest_of(candidate)
         training = STEPS * sum(entry.details["step_seconds"].values())
         scoring = entry.milliseconds / 1000 * len(self.scored["valid"])
@@ -395,7 +404,10 @@ class Search:
         return int(np.clip(STEPS * left / sum(training for training, _ in costs), 0, STEPS))
 
     def select(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Return the candidates to train, the nearest to the original first, and plan their steps."""
+        """Return the candidates to train, the nearest to the original first, and set `plan` to the steps of each.
+
+        Candidates that are not faster, or for which fewer than FEW_STEPS are left, are left out.
+        """
         if self.args.attentions:
             faster = list(candidates)
         else:
@@ -436,7 +448,10 @@ class Search:
         return entry
 
     def restore_softmax(self, trained: Sequence[Candidate]) -> None:
-        """If no trained candidate is good enough, give the best one softmax in one layer, and then in two."""
+        """If no trained candidate is good enough, train the one with the least drop again, with softmax in one layer.
+
+        If that is not good enough either, train it with two. Stop if it is no longer faster, or if there is no time.
+        """
         plain = [candidate for candidate in trained if not candidate.num_softmax_layers]
         if not plain or any(self.is_good(self.fastest_of(candidate)) for candidate in trained):
             return
@@ -491,8 +506,8 @@ class Search:
         return result
 
 
-def _own_limit(directory: Path) -> int:
-    """Return the number of tokens at which the tokenizer of the original cuts texts, whatever its positions are."""
+def _tokenizer_limit(directory: Path) -> int:
+    """Return the number of tokens at which the tokenizer cuts texts, which may be more than the model's positions."""
     from transformers import AutoTokenizer
 
     longest = read_max_length(locate_model(directory)[1])
