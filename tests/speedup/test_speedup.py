@@ -55,7 +55,7 @@ def set_times(monkeypatch):
     def set_times(**times):
         def time_entry(self, entry):
             name = "unchanged" if entry.model == "unchanged" else entry.model.split(",")[0].split()[0]
-            return times.get(name, ORIGINAL_TIME), 1.0
+            return times.get(entry.model, times.get(name, ORIGINAL_TIME)), 1.0
 
         monkeypatch.setattr(Search, "_time_entry", time_entry)
 
@@ -126,16 +126,17 @@ def test_finished_search_is_not_repeated_and_another_is_refused(sources, tmp_pat
 
 def test_no_is_an_answer(sources, tmp_path, set_times, capsys):
     out = tmp_path / "faster"
-    set_times(blocks=1.0, windows=2.0, **{"LLN+Diag": 3.0})
-    assert run(sources, "classifier", out, "--label", "label", "--max-drop", 0, "--min-agreement", 100) == 0
+    names = ("blocks of 128", "windows of 48", "LLN+Diag")
+    in_both_layers = {f"{name}, softmax in 2 layers": ORIGINAL_TIME for name in names}
+    set_times(blocks=1.0, windows=2.0, **{"LLN+Diag": 3.0}, **in_both_layers)
+    assert run(sources, "encoder", out, "--min-agreement", 100) == 0
     report = read_report(out)
-    nothing = all(row["drop"] > 0 for row in report["models"][1:] if row["drop"] is not None)
-    assert (report["chosen"] is None) == nothing
-    if nothing:
-        assert report["summary"].startswith("no: nothing was both faster and good enough. The nearest is ")
-        assert not (out / "model").exists()
+    assert all(row["drop"] > 0 for row in report["models"][1:] if row["drop"] is not None)
+    assert report["chosen"] is None
+    assert report["summary"].startswith("no: nothing was both faster and good enough. The nearest is ")
+    assert not (out / "model").exists()
     # Softmax returns to the best one.
-    assert any("softmax in" in row["model"] and len(row["layers"]) == 1 for row in report["models"][1:]) == nothing
+    assert any("softmax in" in row["model"] and len(row["layers"]) == 1 for row in report["models"][1:])
 
 
 def test_no_if_the_last_measurement_is_not_faster(sources, tmp_path, set_times, monkeypatch):
