@@ -41,8 +41,8 @@ LARGEST_STACK = {
     (80, 128, "_backward_kernel_keys"): 648,
     (80, 128, "_backward_kernel_queries_keys"): 288,
     (90, 128, "_output_kernel"): 280,
-    (90, 128, "_backward_kernel_queries"): 1592,
-    (90, 128, "_global_keys_kernel"): 1704,
+    (90, 128, "_backward_kernel_queries"): 1600,
+    (90, 128, "_global_keys_kernel"): 1712,
     (90, 128, "_backward_kernel_keys"): 2112,
     (90, 128, "_backward_kernel_queries_keys"): 376,
 }
