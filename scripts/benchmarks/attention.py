@@ -1,6 +1,6 @@
 """Measure time and peak memory of every registered attention by sequence length, compared with torch's SDPA.
 
-    python -m scripts.benchmarks.attention --lengths 512 2048 8192 16384 --json out.json --png out.png
+    python -m scripts.benchmarks.attention --lengths 512 2048 8192 16384 --json out.json
     python -m scripts.benchmarks.attention --attentions lln_diag lln_diag:mix=joint_offset
 
 SDPA is torch's scaled_dot_product_attention. For each length, all attentions are timed in turn, repeat by repeat, so
@@ -15,11 +15,9 @@ once and every output is written once, at the bandwidth of a copy. The backward 
 
 import argparse
 import functools
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +39,6 @@ from scripts.benchmarks.meter import (
     device_name,
     growth,
     host_milliseconds,
-    output_file,
     peak_memory,
 )
 
@@ -228,39 +225,6 @@ def host_table(times: list[HostTime]) -> str:
     return text_table(cells)
 
 
-def draw_results(rows: list[Row], names: list[str], path: Path, title: str) -> None:
-    """Write a PNG with the times and the memory by length, on logarithmic axes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(16.5, 4.8), constrained_layout=True)
-    for number, name in enumerate(names):
-        rows_of_name = [row for row in rows if row.attention == name]
-        lengths = [row.length for row in rows_of_name]
-        style = line_style(number)
-        axes[0].loglog(lengths, [row.forward.median for row in rows_of_name], label=name, **style)
-        axes[1].loglog(lengths, [row.both.median for row in rows_of_name], **style)
-        axes[2].loglog(lengths, [row.memory or math.nan for row in rows_of_name], **style)
-    labels = ("forward [ms]", "forward + backward [ms]", "peak memory [tensors of q]")
-    for axis, label in zip(axes, labels, strict=True):
-        axis.set(xlabel="sequence length N [tokens]", ylabel=label)
-        axis.set_xticks(lengths, list(map(str, lengths)))
-        axis.set_xticks([], minor=True)
-        axis.grid(True, which="major", alpha=0.3)
-    figure.legend(fontsize=8, loc="outside right center")
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, format="png", dpi=120)
-    plt.close(figure)
-
-
-def line_style(number: int) -> dict[str, Any]:
-    """Return Matplotlib's style of line `number`: ten colors, then the same colors with other dashes and markers."""
-    repetition = number // 10 % 3
-    return {"color": f"C{number % 10}", "marker": "os^"[repetition], "linestyle": ("-", "--", ":")[repetition]}
-
-
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = program_parser("python -m scripts.benchmarks.attention", __doc__)
     parser.add_argument(
@@ -277,7 +241,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=at_least_one, default=7)
     add_device_options(parser, DTYPES)
     parser.set_defaults(dtype="float32")
-    parser.add_argument("--png", type=output_file, help="draw the results to this file, on logarithmic axes")
     args = parser.parse_args(argv)
     args.memory = args.memory and (args.device == "cuda" or can_measure_resident_peak())
     try:
@@ -313,10 +276,10 @@ def benchmark(args: argparse.Namespace) -> None:
     if host_times:
         print(f"\n{host_table(host_times)}")
     if args.json:
-        content = {"title": title, "rows": [asdict(row) for row in rows], "host": [asdict(row) for row in host_times]}
+        sizes = {"tokens": args.tokens, "heads": args.heads, "head_dim": args.head_dim, "dtype": args.dtype}
+        content: dict[str, Any] = {"title": title, "sizes": sizes, "rows": [asdict(row) for row in rows]}
+        content["host"] = [asdict(row) for row in host_times]
         write_result(args.json, content, provenance)
-    if args.png:
-        draw_results(rows, names, args.png, title)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from lln_fairseq.timing import Spread
 from scripts.benchmarks import attention as benchmark
 from scripts.benchmarks import meter
 from scripts.benchmarks.meter import copy_bandwidth, peak_memory
+from scripts.figures import speed
+from tests.documentation import ROOT
 
 # Without memory, which takes a process for each attention.
 SMALL = ("--no-memory", "--lengths", "64", "128", "--heads", "2", "--head-dim", "32", "--repeats", "1")
@@ -18,26 +20,26 @@ SMALL = ("--no-memory", "--lengths", "64", "128", "--heads", "2", "--head-dim", 
 
 @pytest.mark.exhaustive
 def test_every_attention_is_measured(tmp_path, capsys):
-    outputs = ["--json", str(tmp_path / "b.json"), "--png", str(tmp_path / "b.png")]
-
-    assert benchmark.main([*SMALL, *outputs]) == 0
+    assert benchmark.main([*SMALL, "--json", str(tmp_path / "b.json")]) == 0
 
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
     assert {row["attention"] for row in rows} == {*ATTENTION_REGISTRY, "sdpa"}
     assert all(min(*row["forward"], *row["both"]) > 0 for row in rows)
-    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
     assert "lln_diag" in capsys.readouterr().out
 
 
-def test_attentions_may_have_options(tmp_path):
+def test_attentions_may_have_options_and_are_drawn(tmp_path):
     spec = "lln_diag:mix=joint_offset,block_size=16"
     output = tmp_path / "b.json"
+    picture = tmp_path / "b.png"
 
     assert benchmark.main([*SMALL, "--attentions", spec, "--json", str(output)]) == 0
 
     result = json.loads(output.read_text())
     assert {row["attention"] for row in result["rows"]} == {spec, "sdpa"}
     assert result["provenance"]["versions"]["torch"] == torch.__version__
+    assert speed.main([str(output), str(ROOT / "docs/results/gpu_times.json"), "--png", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
