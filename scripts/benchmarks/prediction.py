@@ -4,17 +4,15 @@
     python -m scripts.benchmarks.prediction --threads 1 --without onnxruntime --lengths 564 1024 2140 --first-text 16 \
         --attentions softmax block_diag:block_size=128,global_tokens=first_segment
 
-The models get the token ids of a single sequence of each length, or of a pair with --first-text. With --mixed, they
-also get many sequences of mixed lengths, padded in batches; with --first-text they are pairs, such as a query with many
-passages. The loaded models run in every precision that is faster than float32 on this processor, transformers with
-torch's fused softmax attention (sdpa) in float32 and bfloat16, and the exported models in onnxruntime in float32 and 8
-bits, if it is installed. Attentions that are not the default ones are only loaded; layouts of configs/layout are named
-like attentions. onnxruntime holds all attention weights of softmax, which takes more than 10 GB for 8,192 tokens: leave
-those models out with --without "onnxruntime, softmax".
+The models get the token ids of a single sequence of each length, or of a pair with --first-text. The loaded models run
+in every precision that is faster than float32 on this processor, transformers with torch's fused softmax attention
+(sdpa) in float32 and bfloat16, and the exported models in onnxruntime in float32 and 8 bits, if it is installed.
+Attentions that are not the default ones are only loaded; layouts of configs/layout are named like attentions.
+onnxruntime holds all attention weights of softmax, which takes more than 10 GB for 8,192 tokens: leave those models out
+with --without "onnxruntime, softmax".
 
-The models have random weights and two classes, and nothing is downloaded. Before anything is timed, the logits of the
-float32 models are compared with those of the loaded ones: a difference raises RuntimeError. All models are timed in
-turn, repeat by repeat, so that a noisy machine slows all of them alike, and times are medians.
+The models have random weights and two classes, and nothing is downloaded. All models are timed in turn, repeat by
+repeat, so that a noisy machine slows all of them alike, and times are medians.
 """
 
 import argparse
@@ -57,7 +55,6 @@ SDPA = "transformers, sdpa"
 SDPA_BFLOAT16 = f"{SDPA}, bfloat16"
 EIGHT_BITS = ", 8 bits"  # ends the names of quantized models
 LOW_PRECISIONS = ("bfloat16", "int8")  # of loaded models
-INEXACT = (EIGHT_BITS, *(f", {precision}" for precision in LOW_PRECISIONS))  # ends of the names of inexact models
 ONNX = "onnxruntime"
 NUM_WORDS = 2000  # different words in the sentences on which the tokenizer is trained
 NUM_PIECES = 1000  # vocabulary size of the tokenizer
@@ -65,14 +62,8 @@ LABELS = ("0", "1")
 MAX_POSITIONS = 512
 HEAD = "sentence_classification_head"
 LONGEST = 40  # words of the longest sentence
-REPEATS = 7  # of the sequences of mixed lengths
 SEED = 0
-TOLERANCE = 1e-4  # largest difference of logits, relative to the largest one if that is above 1
 NOISE = 0.1  # scale of noise that is added to the weights, without which all texts would get the same logits
-
-MIXED_SEQUENCES = 64  # number of sequences of mixed lengths
-MIXED_BATCH = 16  # sequences in a batch that is padded without regard to lengths
-MIXED_LENGTHS = (8, 512)  # the shortest and the longest sequence; lengths are uniform on a logarithmic scale
 
 Logits = Callable[[Tensor], Tensor]  # maps tokens (B, N) to the logits (B, classes) on the CPU
 
@@ -202,22 +193,6 @@ def random_tokens(length: int, first_text: int | None = None) -> Tensor:
     return tokens
 
 
-def check_same_logits(models: dict[str, Logits], tokens: Tensor) -> None:
-    """Raise RuntimeError if the logits of a model differ from those of the loaded checkpoint that it was exported from.
-
-    An exported model with LINEAR in its name is compared with models[LINEAR], any other with models[SOFTMAX].
-    Differences up to TOLERANCE are accepted, as a fraction of the largest logit, or of 1 if that is larger. Models in a
-    lower precision are not compared.
-    """
-    for name, model in models.items():
-        if not name.startswith((SDPA, ONNX)) or name.endswith(INEXACT):
-            continue
-        own = models[LINEAR if LINEAR in name else SOFTMAX](tokens)
-        difference = (model(tokens) - own).abs().max().item()
-        if not difference <= TOLERANCE * max(own.abs().max().item(), 1):
-            raise RuntimeError(f"{name} and the loaded model differ by {difference:.1e} in logits")
-
-
 def time_lengths(
     models: dict[str, Logits], lengths: list[int], first_text: int | None, repeats: int
 ) -> dict[int, dict[str, list[float]]]:
@@ -226,7 +201,6 @@ def time_lengths(
     with progress_bar("timing", len(lengths), "length") as bar:
         for length in lengths:
             tokens = random_tokens(length, first_text)[None]
-            check_same_logits(models, tokens)
             runs = {name: functools.partial(model, tokens) for name, model in models.items()}
             times[length] = interleaved(runs, "cpu", repeats)
             bar.update()
@@ -258,49 +232,6 @@ def medians(times: dict[int, dict[str, list[float]]]) -> dict[int, dict[str, flo
     return rounded
 
 
-def mixed_lengths() -> list[int]:
-    """Return MIXED_SEQUENCES lengths, uniform on a logarithmic scale, in random order, always the same."""
-    generator = random.Random(SEED)
-    shortest, longest = MIXED_LENGTHS
-    return [round(shortest * (longest / shortest) ** generator.random()) for _ in range(MIXED_SEQUENCES)]
-
-
-def mixed_table(models: dict[str, Logits], first_text: int | None, repeats: int) -> str:
-    """Time every model on sequences of mixed lengths, in batches by length and as they come, and return a table.
-
-    With `first_text`, the sequences are pairs, like a query with many passages.
-    """
-    from fairseq.data.data_utils import collate_tokens
-
-    from lln_fairseq.text.samples import batch_by_length
-
-    shortest = 0 if first_text is None else first_text + 2
-    samples = [random_tokens(max(length, shortest), first_text) for length in mixed_lengths()]
-    real_tokens = sum(len(sample) for sample in samples)
-    numbers = list(range(len(samples)))
-    batches_in_order = [numbers[start : start + MIXED_BATCH] for start in range(0, len(samples), MIXED_BATCH)]
-    orders = {"by length": list(batch_by_length(samples)), "in order": batches_in_order}
-    runs: dict[tuple[str, str], Callable[[], None]] = {}
-    padded_tokens = {}
-    for order, batches in orders.items():
-        inputs = [collate_tokens([samples[number] for number in batch], PAD) for batch in batches]
-        padded_tokens[order] = sum(tokens.numel() for tokens in inputs)
-        for name, model in models.items():
-            runs[name, order] = functools.partial(run_batches, model, inputs)
-    times = interleaved(runs, "cpu", repeats)
-    cells = [("model", "batches", "padding", "real tokens [1/s]")]
-    for (name, order), passed in times.items():
-        padding = 1 - real_tokens / padded_tokens[order]
-        tokens_per_second = 1e3 * real_tokens / statistics.median(passed)
-        cells.append((name, order, f"{padding:.0%}", f"{tokens_per_second:.0f}"))
-    return text_table(cells)
-
-
-def run_batches(model: Logits, batches: list[Tensor]) -> None:
-    for tokens in batches:
-        model(tokens)
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = program_parser("python -m scripts.benchmarks.prediction", __doc__)
     parser.add_argument("--preset", choices=SIZES, default="minilm")
@@ -322,8 +253,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--first-text", type=int, metavar="N", help="time pairs of texts, the first of which has N tokens"
     )
-    parser.add_argument("--repeats", type=at_least_one, default=9, help="of a single sequence (default: %(default)s)")
-    parser.add_argument("--mixed", action="store_true", help="also time sequences of mixed lengths, for minutes")
+    parser.add_argument("--repeats", type=at_least_one, default=9, help="(default: %(default)s)")
     parser.add_argument("--threads", type=at_least_one, default=torch.get_num_threads())
     parser.add_argument(
         "--without",
@@ -361,8 +291,6 @@ def benchmark(args: argparse.Namespace) -> None:
         print(f"{args.preset}, {heading}")
         times = time_lengths(models, args.lengths, args.first_text, args.repeats)
         print(lengths_table(times), flush=True)
-        if args.mixed:
-            print(mixed_table(models, args.first_text, REPEATS), flush=True)
     if args.json:
         content = {"preset": args.preset, "first_text": args.first_text, "milliseconds": medians(times)}
         write_result(args.json, content, provenance)

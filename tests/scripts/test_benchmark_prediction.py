@@ -18,13 +18,11 @@ def offline(monkeypatch, tmp_path_factory):
 
 
 @pytest.mark.exhaustive
-def test_lengths_are_timed_for_every_model(offline, monkeypatch, capsys):
-    monkeypatch.setattr(benchmark, "REPEATS", 1)
-
-    assert benchmark.main(["--preset", "tiny", "--lengths", "5", "40", "--repeats", "1", "--mixed"]) == 0
+def test_lengths_are_timed_for_every_model(offline, capsys):
+    assert benchmark.main(["--preset", "tiny", "--lengths", "5", "40", "--repeats", "1"]) == 0
 
     out = capsys.readouterr().out
-    for row in ("lln_diag", "transformers, sdpa", "by length", "in order"):
+    for row in ("lln_diag", "transformers, sdpa"):
         assert row in out
 
 
@@ -43,10 +41,3 @@ def test_attentions_and_layouts_are_timed_on_pairs(offline, tmp_path, capsys):
     assert {"softmax", spec, "local_global", "transformers, sdpa"} <= names
     assert not any(name.startswith(("onnxruntime", "transformers, sdpa, bfloat16")) for name in names)
     assert spec in capsys.readouterr().out
-
-
-def test_different_logits_are_rejected():
-    models = {"softmax": lambda tokens: torch.zeros(1, 2), "transformers, sdpa": lambda tokens: torch.ones(1, 2)}
-
-    with pytest.raises(RuntimeError, match=r"transformers, sdpa and the loaded model differ by 1.0e\+00"):
-        benchmark.check_same_logits(models, benchmark.random_tokens(7)[None])
