@@ -9,7 +9,7 @@ import re
 import typing
 import warnings
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,6 @@ FAIRSEQ_CLASSES = (
     list,
     int,
 )
-
-WITH_ATTRIBUTES = (argparse.Namespace, DictConfig, ListConfig, AnyNode)  # their entries are their attributes
-MAX_ENTRIES = 1 << 22  # of all containers in a file; large checkpoints have some 10,000
-MAX_COUNT = 1 << 31  # counts in a checkpoint are below this: fairseq seeds numpy with the epoch
-NUMBERS = ("best", "val_loss", "previous_training_time")  # entries of extra_state that are numbers, if they exist
-OPTIONAL_NUMBER = "val_loss"  # None if nothing was validated
 
 # Entries of a model's state that are not weights: seeds, and a buffer that fairseq does not initialize.
 NOT_WEIGHTS = ("_extra_state", "_float_tensor")
@@ -118,7 +112,7 @@ def load_checkpoint(
 
     Raises:
         UserError: under the conditions of `load_checkpoint_lazily`, `verify_checksums` and `checked_config`, and if the
-            training state is incomplete or has impossible values.
+            training state is incomplete.
     """
     state = load_checkpoint_lazily(path, mmap=False)
     verify_checksums(path)
@@ -127,25 +121,9 @@ def load_checkpoint(
         config = checked_config(state, path)
         overwrite_args_by_name(config, dict(arg_overrides or {}))
     try:
-        state = checkpoint_utils._upgrade_state_dict({**state, "args": None, "cfg": config})
-        num_updates = state["optimizer_history"][-1]["num_updates"]
-        position = dict(state["extra_state"]["train_iterator"])
-        counts = [num_updates, position["epoch"], position["iterations_in_epoch"], *position.values()]
+        return checkpoint_utils._upgrade_state_dict({**state, "args": None, "cfg": config})
     except (LookupError, TypeError, AttributeError, RuntimeError, ValueError) as error:
         raise UserError(f"{path} is damaged: the state of its training is incomplete ({first_line(error)})") from error
-    if not all(isinstance(count, int) and 0 <= count < MAX_COUNT for count in counts):
-        raise UserError(f"{path} is damaged: its update, epoch and position in the epoch are {counts[:3]}")
-    for name in NUMBERS:
-        value = state["extra_state"].get(name, 0)
-        may_be_missing = value is None and name == OPTIONAL_NUMBER
-        if not _is_number(value) and not may_be_missing:
-            raise UserError(f"{path} is damaged: its {name} is not a number")
-    return state
-
-
-def _is_number(value: Any) -> bool:
-    """Return True for a number or a tensor of one element. A run with several workers saves its time as a tensor."""
-    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def load_plain_data(path: str, mmap: bool = True) -> Any:
@@ -153,75 +131,17 @@ def load_plain_data(path: str, mmap: bool = True) -> Any:
 
     The file may contain only tensors, plain Python values and containers, and the classes in FAIRSEQ_CLASSES. With
     `mmap`, the tensors stay on the disk until they are used, if the file's format supports it. UserError is raised if
-    the file is missing or damaged, contains other classes or functions, or would take much more memory than it has
-    bytes: with compressed parts, tensors that repeat a few values, or lists in lists.
+    the file is missing or damaged, or contains other classes or functions.
     """
     if not os.path.isfile(path):
         raise UserError(no_such_checkpoint(path))
-    _reject_compressed_parts(path)
     try:
         with warnings.catch_warnings(action="ignore"):  # torch warns about its own formats
-            content = _torch_load(path, mmap)
-        _check_content(content, path, (), {})
-        return content
-    except UserError:
-        raise
+            return _torch_load(path, mmap)
     except Exception as error:  # an unpickler may raise anything on bytes that are not a pickle
         raise UserError(
             f"cannot load {path}, which is damaged or not a checkpoint: {_loading_reason(error)}{_advice(path)}"
         ) from error
-
-
-def _reject_compressed_parts(path: str) -> None:
-    """Raise UserError if the parts of a zip archive are larger than the file. torch.save does not compress."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            size = sum(part.file_size for part in archive.infolist())
-    except Exception:  # not an archive, or a damaged one, which torch.load reports
-        return
-    if size > os.path.getsize(path):
-        raise UserError(f"{path} is not a checkpoint: it is compressed, to {os.path.getsize(path)} of {size} bytes")
-
-
-def _check_content(value: Any, path: str, keys: tuple[Any, ...], sizes: dict[int, int]) -> int:
-    """Return the number of entries of a value, where one that is contained n times counts n times.
-
-    `keys` lead to the value, for messages. `sizes`, the results for the containers so far by their ids, is added to in
-    place. UserError is raised if a tensor needs more memory than the file has for it, or there are more than
-    MAX_ENTRIES entries.
-    """
-    if isinstance(value, Tensor):
-        if not _has_its_own_values(value):
-            name = ".".join(str(key)[:80] for key in keys)
-            raise UserError(
-                f"{path}: the tensor {name} of shape {tuple(value.shape)} is larger than what the file holds of it: "
-                "use another checkpoint, or save a copy of the tensor (torch.clone)"
-            )
-        return 1
-    items: Iterable[tuple[Any, Any]]
-    if isinstance(value, WITH_ATTRIBUTES):
-        items = vars(value).items()
-    elif isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, list | tuple | set):
-        items = enumerate(value)
-    else:
-        return 1
-    if id(value) not in sizes:
-        sizes[id(value)] = 1  # until it is known; a container may contain itself
-        sizes[id(value)] += sum(_check_content(item, path, (*keys, key), sizes) for key, item in items)
-    if sizes[id(value)] > MAX_ENTRIES:
-        raise UserError(
-            f"{path} is not a checkpoint: its lists contain each other, with {sizes[id(value)]:.0e} entries"
-        )
-    return sizes[id(value)]
-
-
-def _has_its_own_values(value: Tensor) -> bool:
-    """Return True for a dense tensor on the CPU whose storage has room for all its values."""
-    if value.layout != torch.strided or value.is_nested or value.device.type != "cpu":
-        return False
-    return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
 def _torch_load(path: str, mmap: bool) -> Any:
