@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceCl
 from lln_fairseq.conversion.convert import convert
 from lln_fairseq.conversion.export import export
 from tests.conversion.classifiers import make_classifier
-from tests.conversion.sources import make_model
+from tests.conversion.sources import TRANSFORMERS_5, make_model
 
 # What the package needs for training only.
 BLOCKED = ("fairseq", "hydra", "omegaconf")
@@ -72,6 +72,7 @@ def test_exports_open_without_fairseq_and_remote_code(exports):
     done = run_python(OPEN, exports)
 
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("attn_implementation='lln_window' needs transformers 5, got 4") == (not TRANSFORMERS_5)
     assert "'label': 'relevance'" in done.stdout
     tokens = torch.arange(4, 30)[None]
     for name, auto_class in AUTO_CLASSES.items():

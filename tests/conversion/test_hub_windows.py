@@ -26,13 +26,20 @@ LENGTHS = (1, 63, 64, 65, 129, 190, 2048)  # the window has 64 tokens on each si
 
 def make_pair(model_class=ModernBertForMaskedLM, **options):
     """Return two models with the same random weights, whose attention is sdpa and lln_window."""
-    config = ModernBertConfig(vocab_size=99, max_position_embeddings=4096, **SIZES, **IDS, **options)
-    torch.manual_seed(0)
-    models = [model_class(config).eval() for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    models[0].set_attn_implementation("sdpa")
-    models[1].set_attn_implementation(LLN_WINDOW)
+    models = []
+    for implementation in ("sdpa", LLN_WINDOW):
+        # A configuration of its own: the attention is read from it in each call.
+        config = ModernBertConfig(vocab_size=99, max_position_embeddings=4096, **SIZES, **IDS, **options)
+        config._attn_implementation = implementation
+        torch.manual_seed(0)
+        models.append(model_class(config).eval())
     return models
+
+
+def test_models_of_a_pair_differ_only_in_their_attention():
+    models = make_pair()
+    assert [model.config._attn_implementation for model in models] == ["sdpa", LLN_WINDOW]
+    torch.testing.assert_close(models[0].state_dict(), models[1].state_dict(), rtol=0.0, atol=0.0)
 
 
 def make_batch(length, side=None, padding=None):
@@ -71,7 +78,10 @@ def assert_same_results(models, batch, tolerance=1e-5):
 @pytest.mark.parametrize("model_class", CLASSES)
 @pytest.mark.parametrize("side", [None, "left", "right"])
 def test_hidden_states_and_gradients_are_those_of_sdpa(side, model_class):
-    models = make_pair(model_class)
+    pooling = "cls"
+    if side == "left":
+        pooling = "mean"  # the first token is padding, whose state has no meaning
+    models = make_pair(model_class, classifier_pooling=pooling)
     for length in LENGTHS:
         assert_same_results(models, make_batch(length, side))
 
