@@ -1,7 +1,7 @@
 """Define what the programs of this package share: options, summaries, and the exit codes of errors."""
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from lln_fairseq.command import run_main
@@ -21,25 +21,6 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
         "--workers", type=at_least_one, default=usable_cores(), help="processes (default: number of cores, %(default)s)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing result in the output directory")
-
-
-def summarize_datasets(inputs: Sequence[Mapping[str, Mapping[str, int]]], unit: str) -> str:
-    """Return the counts of data sets as text, one line per split. `unit` is what a row is, in the plural.
-
-    `inputs` has the counts of each input of a row by split, as in a manifest. The tokens of the inputs are added up.
-    """
-    lines = []
-    for split in inputs[0]:
-        counts = [by_split[split] for by_split in inputs]
-        rows = counts[0]["samples"]
-        tokens = sum(count["tokens"] for count in counts)
-        unknown = sum(count["unknown"] for count in counts)
-        longest = max(count["longest"] for count in counts)
-        lines.append(
-            f"{split:5}  {rows} {unit}, {tokens} tokens ({tokens / rows:.0f} on average), {unknown} unknown, "
-            f"longest text {longest}"
-        )
-    return "\n".join(lines)
 
 
 def run_build(build: Callable[[], dict[str, Any]], summarize: Callable[[dict[str, Any]], str]) -> int:

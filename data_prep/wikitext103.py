@@ -34,7 +34,7 @@ from lln_fairseq.text.vocabulary import DICTIONARY, Vocabulary, new_vocabulary
 
 from . import manifest
 from .archives import FileTree
-from .command import add_build_options, run_build, summarize_datasets
+from .command import add_build_options, run_build
 from .directories import split_files
 from .download import fetch_tree, load_tokenizer
 from .published_files import FILES
@@ -265,7 +265,15 @@ def _encoded_blocks(encoder: ParallelEncoder, corpus: WikiTextCorpus, split: str
 
 
 def summarize_wikitext(content: dict[str, Any]) -> str:
-    return summarize_datasets([content["datasets"]], "lines")
+    """Return the counts of a manifest as text, one line per split."""
+    lines = []
+    for split, counts in content["datasets"].items():
+        mean = counts["tokens"] / counts["samples"]
+        lines.append(
+            f"{split:5}  {counts['samples']} lines, {counts['tokens']} tokens ({mean:.0f} on average), "
+            f"{counts['unknown']} unknown, longest text {counts['longest']}"
+        )
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,7 +7,6 @@ import pytest
 from fairseq.data import Dictionary
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from data_prep.train_tokenizer import main
 from lln_fairseq.conversion import tokenizer_json
 from lln_fairseq.errors import UserError
 from lln_fairseq.text.tokenizers import (
@@ -240,19 +239,6 @@ def test_symbol_i_of_the_dictionary_has_id_4_plus_i(tmp_path):
 def test_symbol_that_fairseq_cannot_read_raises(symbols):
     with pytest.raises(UserError, match="cannot be in a fairseq dictionary"):
         dictionary_text(symbols, {})
-
-
-def test_train_tokenizer_writes_a_model_and_keeps_an_existing_one(tmp_path, capfd):
-    (tmp_path / "text").write_text("\n".join(LINES), encoding="utf-8")
-    arguments = ["--text", str(tmp_path / "text"), "--out", str(tmp_path / "out"), "--vocab-size", "310"]
-
-    assert main(arguments) == 0
-    tokenizer = load_sentencepiece(tmp_path / "out/spm.model")
-    assert decode(tokenizer, encode_line(tokenizer, "é ж")) == "é ж"
-
-    capfd.readouterr()
-    assert main(arguments) == 1
-    assert "out/spm.model" in capfd.readouterr().err
 
 
 def test_symbol_text_of_a_single_byte_is_the_replacement_character():
