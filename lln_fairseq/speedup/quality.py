@@ -37,10 +37,8 @@ class Metric(ABC):
         """Return half the width of the 95 % interval of the drop from the original's score."""
 
     def drop(self, outputs: Tensor) -> float:
+        """Return the points by which the score is below the original's; NaN if the outputs are not finite."""
         return self.score(self.original) - self.score(outputs)
-
-    def accepts(self, outputs: Tensor) -> bool:
-        return self.drop(outputs) <= self.limit  # False for NaN
 
 
 class RowMetric(Metric):

@@ -53,7 +53,7 @@ def draw(measurements: list[dict[str, Any]], path: Path) -> None:
             style = {"label": label, "color": f"C{number}", "marker": "o"}
             times.loglog(lengths, [row["both"][0] for row in rows], **style)
             memory.loglog(lengths, [megabytes(row, measured["sizes"]) for row in rows], **style)
-        times.set(title=measured["title"])
+        times.set_title(panel_title(measured), fontsize=10)
         lengths = sorted({row["length"] for row in measured["rows"]})
         for axis, ticks in ((times, MILLISECONDS), (memory, MEGABYTES)):
             axis.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
@@ -68,6 +68,12 @@ def draw(measurements: list[dict[str, Any]], path: Path) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=len(NAMES))
     figure.savefig(path, format="png", dpi=120)
     plt.close(figure)
+
+
+def panel_title(measured: dict[str, Any]) -> str:
+    sizes = measured["sizes"]
+    batch = "one sequence" if sizes["tokens"] == 1 else f"{sizes['tokens']:,} tokens at a time"
+    return f"{measured['title'].split(', torch')[0]}, {sizes['dtype']}, {batch}"
 
 
 def megabytes(row: dict[str, Any], sizes: dict[str, Any]) -> float:

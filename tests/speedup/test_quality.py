@@ -20,8 +20,8 @@ def test_accuracy_drops_by_the_share_of_rows_that_became_wrong():
     quality = Accuracy(original, 2.0, targets)
     assert quality.score(original) == 100
     assert quality.drop(outputs) == pytest.approx(3.0)
-    assert not quality.accepts(outputs)
-    assert quality.accepts(original)
+    assert quality.drop(outputs) > quality.limit
+    assert quality.drop(original) <= quality.limit
     assert quality.half_width(outputs) == pytest.approx(196 * np.sqrt(0.03 * 0.97 / 1000))
 
 
@@ -78,7 +78,7 @@ def test_outputs_that_are_not_finite_are_never_good_enough():
     broken[3, 0] = float("nan")
     for quality in (Agreement(original, 100.0), Cosine(original, 100.0)):
         assert np.isnan(quality.score(broken))
-        assert not quality.accepts(broken)
+        assert not quality.drop(broken) <= quality.limit
 
 
 def test_neighbors_and_cosines_of_turned_vectors_stay():
