@@ -39,38 +39,3 @@ def test_attention_table_is_complete():
     unknown = sorted(listed - set(MECHANISMS))
     assert not missing, f"docs/attentions.md has no row for {', '.join(missing)}: add | `{missing[0]}` | what it is |"
     assert not unknown, f"docs/attentions.md has rows for {', '.join(unknown)}, which are not registered"
-
-
-def read_result(name):
-    return json.loads((ROOT / "docs/results" / name).read_text(encoding="utf-8"))
-
-
-def iteration_speed(attention, length):
-    """Return the time of a training iteration with softmax divided by that of an attention."""
-    times = {}
-    for row in read_result("iteration_times.json")["times"][0]["rows"]:
-        times[row["attention"], row["column"]] = row["time"][0]
-    return times["softmax", length] / times[attention, length]
-
-
-def pair_speed(device, length):
-    """Return the time of a prediction of a long pair with softmax divided by that of blocks with a global question."""
-    for times in read_result("long_pairs.json")["times"]:
-        if device in times["device"]:
-            row = times["milliseconds"]["minilm"][length]
-            return row["softmax"] / row["block_diag:block_size=128,global_tokens=first_segment"]
-    raise AssertionError(f"no times on {device}")
-
-
-def mean_score(name, kind, task, attention, stage):
-    scores = []
-    for row in read_result(name)["rows"]:
-        if (row["kind"], row["task"], row["attention"]) == (kind, task, attention):
-            scores.append(row["scores"][stage]["test"])
-    return 100 * statistics.mean(scores)
-
-
-def gpu_updates(attention, length):
-    (updates,) = read_result("gpu_times.json")["updates"]
-    rates = updates["thousand_tokens_per_second"]
-    return rates[attention][length] / rates["softmax"][length]

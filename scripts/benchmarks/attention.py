@@ -9,7 +9,8 @@ a CPU it is the peak of the resident set of a child process.
 
 On a GPU, there are three times, each forward, and forward and backward together: of the call as it is; of the GPU
 alone, which replays the call as a CUDA graph; and of the host alone, which makes many calls of a small input without
-waiting.
+waiting. Two columns show the floor divided by the GPU's time. The floor is the least possible time: every input is read
+once and every output is written once, at the bandwidth of a copy. The backward pass also reads and writes gradients.
 """
 
 import argparse
@@ -34,13 +35,16 @@ from scripts.benchmarks.meter import (
     OutOfMemory,
     add_device_options,
     captured,
+    copy_bandwidth,
     device_name,
+    growth,
     host_milliseconds,
     peak_memory,
 )
 
 SDPA = "sdpa"
 HOST_TOKENS = 128  # of the one sequence with which the host's time is measured
+LONG = 2048  # the growth of the times is measured from this number of tokens
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -53,6 +57,7 @@ class Row:
     forward: Spread
     both: Spread  # the forward and the backward pass together
     memory: float | None  # peak, divided by the size of q; None if it was not measured, or ran out
+    floors: tuple[float, float] | None = None  # the least possible `forward` and `both`, if they are known
     card: tuple[Spread, Spread] | None = None  # `forward` and `both` of the GPU alone; None if it cannot be captured
 
 
@@ -103,8 +108,18 @@ def run_both(attention: Callable, tensors: list[Tensor], grad: Tensor) -> None:
     attention(*tensors).backward(grad)
 
 
-def time_length(length: int, names: list[str], args: argparse.Namespace) -> list[Row]:
-    """Measure the attentions at one length."""
+def floors(q: Tensor, bandwidth: float) -> tuple[float, float]:
+    """Return the least time in ms of a forward pass, and of a forward and a backward pass together.
+
+    The forward pass reads q, k and v and writes the output. The backward pass reads q, k, v and the gradient of the
+    output, and writes the gradients of q, k and v. `bandwidth` is the bytes that are read or written per second.
+    """
+    one_tensor = 1e3 * q.numel() * q.element_size() / bandwidth
+    return 4 * one_tensor, (4 + 7) * one_tensor
+
+
+def time_length(length: int, names: list[str], args: argparse.Namespace, bandwidth: float | None) -> list[Row]:
+    """Measure the attentions at one length. Without a bandwidth, in bytes per second, the rows have no floors."""
     tensors, grad = make_inputs(args, length)
     runs: dict[tuple[str, str], Callable[[], object]] = {}
     for name in names:
@@ -117,6 +132,9 @@ def time_length(length: int, names: list[str], args: argparse.Namespace) -> list
             if replay is not None:
                 runs[name, f"card {passes}"] = replay
     times = interleaved(runs, args.device, args.repeats)
+    row_floors = None
+    if bandwidth is not None:
+        row_floors = floors(tensors[0], bandwidth)
     rows = []
     for name in names:
         memory = None
@@ -127,7 +145,7 @@ def time_length(length: int, names: list[str], args: argparse.Namespace) -> list
         card = None
         if (name, "card forward") in times and (name, "card both") in times:
             card = (Spread.of(times[name, "card forward"]), Spread.of(times[name, "card both"]))
-        rows.append(Row(name, length, forward, both, memory, card))
+        rows.append(Row(name, length, forward, both, memory, row_floors, card))
     return rows
 
 
@@ -166,26 +184,38 @@ def prepare_both(name: str, length: int, args: argparse.Namespace) -> Callable[[
     return functools.partial(run_both, attention, *make_inputs(args, length))
 
 
-def results_table(rows: list[Row]) -> str:
-    """Return the rows as a table with their speed compared with SDPA, of which every length must have a row."""
+def results_table(rows: list[Row], names: list[str]) -> str:
+    """Return the rows as a table with their speed compared with SDPA, and the growth of the times with length.
+
+    There must be a row of SDPA for every length. The growth is that of forward + backward from LONG tokens on. It is
+    left out for an attention with fewer than two such lengths.
+    """
     baseline = {row.length: row for row in rows if row.attention == SDPA}
     cells = [["attention", "N", "forward [ms]", "vs sdpa", "forward+backward [ms]", "vs sdpa", "memory"]]
-    has_card = any(row.card for row in rows)
-    if has_card:
-        cells[0] += ["GPU alone: forward", "both"]
+    if any(row.floors for row in rows):
+        cells[0] += ["GPU alone: forward", "both", "floor/forward", "floor/both"]
     for row in rows:
         sdpa = baseline[row.length]
         line = [row.attention, str(row.length)]
         line += [row.forward.text(), f"{sdpa.forward.median / row.forward.median:.2f}x"]
         line += [row.both.text(), f"{sdpa.both.median / row.both.median:.2f}x"]
         line.append("-" if row.memory is None else f"{row.memory:.1f}")
-        if row.card:
+        if row.card and row.floors:
             line += [spread.text(3) for spread in row.card]
-        elif has_card:
-            line += 2 * ["-"]
+            line += [f"{floor / spread.median:.2f}" for floor, spread in zip(row.floors, row.card, strict=True)]
+        elif row.floors:
+            line += 4 * ["-"]
         cells.append(line)
-    note = "memory: peak of forward + backward without the inputs, in tensors of the size of q"
-    return f"{text_table(cells)}\n{note}"
+    lines = [text_table(cells), "", f"time of forward + backward grows like N^p from N = {LONG}:"]
+    for name in names:
+        points = [(row.length, row.both.median) for row in rows if row.attention == name and row.length >= LONG]
+        exponent = None
+        if points:
+            exponent = growth(points)
+        if exponent is not None:
+            lines.append(f"  {name:<12} p = {exponent:.2f}")
+    lines.append("memory: peak of forward + backward without the inputs, in tensors of the size of q")
+    return "\n".join(lines)
 
 
 def host_table(times: list[HostTime]) -> str:
@@ -231,16 +261,18 @@ def benchmark(args: argparse.Namespace) -> None:
     provenance = describe_provenance()
     names = [SDPA, *args.attentions]
     rows = []
+    bandwidth = None
     host_times = []
     if args.device == "cuda":
+        bandwidth = copy_bandwidth(args.device)
         host_times = time_host(names, args)
     for length in args.lengths:
-        rows += time_length(length, names, args)
+        rows += time_length(length, names, args, bandwidth)
         print(f"N = {length} done", file=sys.stderr)
     title = (
         f"{device_name(args.device)}, torch {torch.__version__}, {args.dtype}, H = {args.heads}, D = {args.head_dim}"
     )
-    print(f"{title}\n{results_table(rows)}")
+    print(f"{title}\n{results_table(rows, names)}")
     if host_times:
         print(f"\n{host_table(host_times)}")
     if args.json:

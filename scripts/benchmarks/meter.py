@@ -2,12 +2,14 @@
 
 import argparse
 import gc
+import math
 import multiprocessing
 import re
 import resource
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -18,7 +20,7 @@ import torch
 from lln_fairseq.attention.layers import check_attention_spec
 from lln_fairseq.attention.registry import parse_attention_spec
 from lln_fairseq.errors import first_line
-from lln_fairseq.timing import read_kibibytes, resident_peak
+from lln_fairseq.timing import milliseconds, read_kibibytes, resident_peak
 from lln_fairseq.training.malloc import disable_malloc_trim
 from lln_fairseq.training.recipes import layout_names, layout_options
 
@@ -125,6 +127,14 @@ def host_milliseconds(run: Callable[[], object], calls: int = HOST_CALLS) -> flo
     return 1e3 * passed / calls
 
 
+def copy_bandwidth(device: str, size: int = 2**30) -> float:
+    """Return the bytes per second that a copy reads and writes in total, the median of ten copies."""
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    times = [milliseconds(lambda: target.copy_(source), device) for _ in range(10)]
+    return 2 * size / (1e-3 * statistics.median(times))
+
+
 class OutOfMemory(Exception):
     """A measured call needs more memory than is available."""
 
@@ -182,3 +192,12 @@ def peak_memory(device: str, prepare: Callable[..., Callable[[], object]], *argu
     except torch.OutOfMemoryError:
         raise OutOfMemory from None
     return torch.cuda.max_memory_allocated() - before
+
+
+def growth(points: Sequence[tuple[int, float]]) -> float | None:
+    """Return the exponent p of time ~ length^p between the shortest and the longest of (length, time), None for one."""
+    first, first_time = min(points)
+    last, last_time = max(points)
+    if first == last:
+        return None
+    return math.log(last_time / first_time) / math.log(last / first)

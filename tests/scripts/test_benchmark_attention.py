@@ -10,7 +10,7 @@ from lln_fairseq.attention import ATTENTION_REGISTRY
 from lln_fairseq.timing import Spread
 from scripts.benchmarks import attention as benchmark
 from scripts.benchmarks import meter
-from scripts.benchmarks.meter import peak_memory
+from scripts.benchmarks.meter import copy_bandwidth, peak_memory
 from scripts.figures import speed
 from tests.documentation import ROOT
 
@@ -54,12 +54,13 @@ def test_unknown_attention_or_option_is_rejected(spec, messages, capsys):
     assert all(message in error for message in messages)
 
 
-def test_table_has_times_of_the_gpu_alone():
+def test_table_shows_floors_as_fractions_of_the_times():
+    one_tensor_per_ms = 4 * 2 * 3 * 50 * 10 * 1e3
+    floors = benchmark.floors(torch.ones(2, 3, 50, 10), bandwidth=one_tensor_per_ms)
     card = (Spread(8, 8, 8), Spread(22, 22, 22))
-    rows = [benchmark.Row("sdpa", 50, Spread(9, 9, 9), Spread(25, 25, 25), None, card)]
+    rows = [benchmark.Row("sdpa", 50, Spread(9, 9, 9), Spread(25, 25, 25), None, floors, card)]
 
-    cells = benchmark.results_table(rows).splitlines()[1].split()
-    assert cells[-4:] == ["8.000", "(8.000-8.000)", "22.000", "(22.000-22.000)"]
+    assert benchmark.results_table(rows, ["sdpa"]).splitlines()[1].split()[-2:] == ["0.50", "0.50"]
 
 
 class FakeGraph:
@@ -111,6 +112,10 @@ def test_host_waits_only_before_and_after_its_calls(fake_gpu):
     assert 2 <= meter.host_milliseconds(run, calls=4) < 200
     assert events == [0, 1, 1, 1, 1]
     assert fake_gpu == ["synchronize", "synchronize"]
+
+
+def test_copy_bandwidth_is_positive():
+    assert copy_bandwidth("cpu", 2**20) > 0
 
 
 def prepare_with_temporary_tensors(count, args):
