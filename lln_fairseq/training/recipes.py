@@ -3,7 +3,6 @@
 configs/ is next to the package in a checkout, and inside the package in an installed wheel.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +47,6 @@ def attention_of_layout(name: str) -> tuple[str, dict[str, Any], str | None]:
             f"{attention} and its options instead"
         )
     return attention, options, softmax_layers
-
-
-def check_attention_override(overrides: Iterable[str]) -> None:
-    """Raise UserError if an override chooses a layout in the group of attentions, where it was until version 0.3."""
-    for override in overrides:
-        name = override.removeprefix("attention=")
-        if name != override and name in layout_names():
-            raise UserError(f"{name} is a layout, not an attention: use layout={name} instead of {override}")
 
 
 def check_recipe(directory: Path, name: str | None) -> None:

@@ -85,12 +85,6 @@ def check_same_run(
     if options.reset_optimizer or options.reset_lr_scheduler or options.reset_dataloader:
         return
     saved: Mapping[str, Any] = state["cfg"] if isinstance(state.get("cfg"), Mapping) else {}
-    size = plain_options(saved.get("task")).get("sequence_parallel_size") or 1
-    if size != 1:  # version 0.3.0 could share sequences among workers
-        raise UserError(
-            f"{options.save_dir} holds a run with task.sequence_parallel_size={size}, which versions after 0.3.0 do "
-            "not have: resume it with 0.3.0, or start a new run from its checkpoint (checkpoint.finetune_from_model)"
-        )
     changes = []
     before = result_settings(saved)
     now = result_settings(plain_config(cfg))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hydra._internal.utils import get_args_parser
 
-from lln_fairseq.training.recipes import CONFIGS, check_attention_override, check_recipe
+from lln_fairseq.training.recipes import CONFIGS, check_recipe
 
 # Options of Hydra that work without a recipe.
 WITHOUT_RECIPE = ("config_path", "experimental_rerun", "hydra_help", "shell_completion")
@@ -47,7 +47,6 @@ def with_recipe(argv: list[str]) -> list[str]:
         sys.exit()
     if not any(getattr(args, option) for option in WITHOUT_RECIPE):
         check_recipe(Path(args.config_dir or CONFIGS), args.config_name)
-    check_attention_override(args.overrides)
     if args.config_dir:
         return argv
     return ["--config-dir", str(CONFIGS), *argv]

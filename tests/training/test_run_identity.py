@@ -116,15 +116,6 @@ def test_run_of_version_0_3_0_rejects_changed_settings_and_data(old_run, started
         train(monkeypatch, tmp_path / "log", started_run.corpus, old_run, *OLD_OPTIONS, *changes)
 
 
-def test_run_whose_workers_shared_sequences_cannot_resume(old_run, started_run, tmp_path, monkeypatch):
-    state = torch.load(old_run / "checkpoint_last.pt")
-    state["cfg"]["task"]["sequence_parallel_size"] = 2  # an option of version 0.3.0
-    torch.save(state, old_run / "checkpoint_last.pt")
-    message = r"run holds a run with task\.sequence_parallel_size=2, .*: resume it with 0\.3\.0, or start .*\)$"
-    with pytest.raises(UserError, match=message):
-        train(monkeypatch, tmp_path / "log", started_run.corpus, old_run, *OLD_OPTIONS)
-
-
 def batch_settings(max_tokens, batch_size, update_freq=1, workers=1):
     return {
         "dataset": {"max_tokens": max_tokens, "batch_size": batch_size},

@@ -31,14 +31,10 @@ def test_package_recipe_is_not_found_in_config_dir_of_user(tmp_path):
     ("arguments", "message"),
     [
         ([], rf"no recipe given: choose one of {CONFIGS} with --config-name NAME \(known: {RECIPES}\)"),
-        (
-            ["-cn", "pretrain", "attention=long_pairs"],
-            "long_pairs is a layout, not an attention: use layout=long_pairs instead of attention=long_pairs",
-        ),
         (["-cn", "pretrian"], rf"no such recipe in {CONFIGS}: pretrian \(known: {RECIPES}\)"),
     ],
 )
-def test_wrong_recipe_or_layout_is_an_error_of_one_line(arguments, message):
+def test_wrong_recipe_is_an_error_of_one_line(arguments, message):
     with pytest.raises(UserError, match=message) as error:
         with_recipe(arguments)
     assert "\n" not in str(error.value)
