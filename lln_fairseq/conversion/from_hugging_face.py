@@ -7,7 +7,6 @@ the difference to token type 1.
 
 import dataclasses
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from lln_fairseq.attention import MECHANISMS
 from lln_fairseq.checkpoints.config import POSITION_OFFSET
-from lln_fairseq.checkpoints.reading import WRAPPERS, check_weights, load_plain_data, verify_checksums, without_wrappers
+from lln_fairseq.checkpoints.reading import check_weights, load_plain_data, verify_checksums
 from lln_fairseq.checkpoints.source_settings import (
     REGRESSION,
     activation_name,
@@ -272,34 +271,22 @@ def _read_sizes(config: Any) -> ModelSizes:
 def _load_model(directory: Path, stated_config: dict[str, Any], notes: list[str]) -> SourceModel:
     """Load a classifier or masked language model in float32 and evaluation mode.
 
-    The code in an exported model's directory is not used. Notes are added if the parameters' names had the prefixes of
-    DataParallel or torch.compile, or other dtypes, or if a model that is not ours has code. Raises UserError if the
-    weights are damaged or too small for config.json.
+    The code in an exported model's directory is not used. A note is added if a model that is not ours has code. Raises
+    UserError if the weights are damaged or do not have the shapes of config.json.
     """
-    from safetensors.torch import save_file
-
     is_classifier = _has_classification_head(stated_config, directory / CONFIG)
     if "auto_map" in stated_config and stated_config["model_type"] != OURS:
         notes.append(f"the code that auto_map in {CONFIG} names is not used")
     config_class, model_class = _classes(stated_config["model_type"], is_classifier)
-    weights, is_wrapped = _read_weights(directory)
+    _check_files(directory)
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     try:
-        with silence(), tempfile.TemporaryDirectory() as copy:
+        with silence():
             config = config_class.from_pretrained(directory, **options)
             sizes = _read_sizes(config)
             _check_size_of_files(sizes, directory)
-            place = directory
-            if is_wrapped:
-                contiguous = torch.contiguous_format
-                weights = {name: value.clone(memory_format=contiguous) for name, value in weights.items()}
-                save_file(weights, Path(copy, "model.safetensors"))
-                place = Path(copy)
-                notes.append("removed module. and _orig_mod. (of DataParallel and torch.compile) from parameter names")
-            notes += _note_dtypes(weights)
-            del weights  # transformers reads the files again
             model, report = model_class.from_pretrained(
-                place,
+                directory,
                 config=config,
                 dtype=torch.float32,
                 output_loading_info=True,
@@ -331,15 +318,6 @@ def _load_model(directory: Path, stated_config: dict[str, Any], notes: list[str]
     )
 
 
-def _note_dtypes(weights: dict[str, Tensor]) -> list[str]:
-    """Return a note if weights are not float32, as they will be, or an empty list."""
-    names = {str(value.dtype).removeprefix("torch.") for value in weights.values() if value.is_floating_point()}
-    others = sorted(names - {"float32"})
-    if not others:
-        return []
-    return [f"the weights are now float32, and were {', '.join(others)}"]
-
-
 def _classes(model_type: str, is_classifier: bool) -> tuple[Any, Any]:
     """Return the classes of transformers, or of our modeling file, for a model's configuration and the model itself."""
     import transformers  # here, because importing it takes seconds
@@ -367,40 +345,22 @@ def _weight_files(directory: Path) -> list[Path]:
     return list(directory.glob("model*.safetensors")) or list(directory.glob("pytorch_model*.bin"))
 
 
-def _check_index(index: Path) -> None:
-    """Raise UserError if an index lists a file outside its directory, where anything may lie."""
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise UserError(f"{index} lists no files")
-    for name in sorted(set(weight_map.values())):
-        file = index.parent / name
-        if file.parent != index.parent:
-            raise UserError(f"{index} lists {file.name}, which is not in the same directory")
+def _check_files(directory: Path) -> None:
+    """Read all files of weights, and raise UserError if they are damaged, or a part that is converted is not floats.
 
-
-def _read_weights(directory: Path) -> tuple[dict[str, Tensor], bool]:
-    """Read all files of weights, by the names in them without the prefixes of DataParallel or torch.compile.
-
-    The second result is True if there were such prefixes. The parts that are converted are checked, because
     transformers would accept integers, for example.
     """
-    for index in directory.glob("*.index.json"):
-        _check_index(index)
     files = _weight_files(directory)
     if not files:
         raise UserError(f"{directory} holds no weights: it needs model.safetensors or pytorch_model.bin")
-    weights: dict[str, Tensor] = {}
-    is_wrapped = False
+    for index in directory.glob("*.index.json"):
+        read_json(index)
     for file in files:
-        tensors = _read_file(file)
-        is_wrapped |= any(WRAPPERS.search(name) for name in tensors)
-        for name, value in without_wrappers(tensors, file).items():
+        for name, value in _read_file(file).items():
             short_name = _without_prefix(name)
             is_converted = CONVERTED_PARTS.match(short_name) or CLASSIFIER_PARTS.match(short_name)
             if is_converted and not name.endswith("_ids"):
                 check_weights({short_name: value}, file)
-            weights[name] = value
-    return weights, is_wrapped
 
 
 def _read_file(file: Path) -> dict[str, Tensor]:
