@@ -69,7 +69,7 @@ class TextMapper:
                 errors.append(str(error))
         outputs = np.full((len(errors), self._model.width), np.nan, dtype=np.float32)
         samples = self._model.tokenize(rows)
-        for places in batch_by_length([sample["input_ids"] for sample in samples], self.batch_tokens):
+        for places in batch_by_length([len(sample["input_ids"]) for sample in samples], self.batch_tokens):
             outputs[[numbers[place] for place in places]] = self._model.compute([samples[place] for place in places])
         for number in numbers:
             if not np.isfinite(outputs[number]).all():

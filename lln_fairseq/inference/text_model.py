@@ -361,7 +361,7 @@ class TextModel(nn.Module):
         outputs = list(samples)
         numbers = [number for number, sample in enumerate(samples) if isinstance(sample, Tensor)]
         encoded = [sample for sample in samples if isinstance(sample, Tensor)]
-        for batch in batch_by_length(encoded, self.batch_tokens):
+        for batch in batch_by_length([len(sample) for sample in encoded], self.batch_tokens):
             tokens = collate_tokens([encoded[place] for place in batch], self.task.source_dictionary.pad())
             batch_outputs = model_function(tokens.to(self._device))
             for place, output in zip(batch, batch_outputs, strict=True):

@@ -73,11 +73,7 @@ class QKReparameterization(nn.Module):
             self.key_shift = nn.Parameter(torch.zeros(num_heads, 1, head_dim))
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return the matrices that multiply the queries and the keys.
-
-        Returns: for the queries, R with its columns multiplied by d; for the keys, R with its columns divided by d;
-            both (H, D, D)
-        """
+        """Return what multiplies the queries, R with its columns times d, and the keys, R / d; both (H, D, D)."""
         if self.rotary:
             half = self.angle.shape[-1]
             generator = F.pad(self.angle.diag_embed(), (half, 0, 0, half))  # the angle of f in row f, column f + D/2
@@ -99,13 +95,7 @@ class QKReparameterization(nn.Module):
 
     @torch.no_grad()
     def fold(self, q_proj: nn.Linear, k_proj: nn.Linear) -> None:
-        """Fold the reparameterization into both projections: change their weights and biases in place.
-
-        Afterwards the projections compute the reparameterized queries and keys.
-
-        Args:
-            q_proj, k_proj: linear layers with weights (H · D, C) and biases (H · D,)
-        """
+        """Fold the reparameterization into both projections, whose weights and biases change in place."""
         for projection, factor in zip((q_proj, k_proj), self.factors(), strict=True):
             weight = projection.weight.unflatten(0, factor.shape[:2])  # (H, D, C)
             bias = projection.bias.unflatten(0, factor.shape[:2])  # (H, D)
@@ -139,14 +129,9 @@ class Student(nn.Module):
 
 @without_autocast
 def relative_error(out: Tensor, teacher: AttentionCall, projection: Tensor) -> Tensor:
-    """Compute the relative squared error ‖W (o - o')‖² / ‖W o'‖² of a student over the tokens that are not padding.
+    """Return ‖W (o - o')‖² / ‖W o'‖² over the tokens that are not padding, a scalar with a gradient for `out`.
 
-    Args:
-        out: o, the output of the student's heads (B, H, N, D)
-        teacher: the call of the teacher's attention on the same inputs; it has o' and the mask
-        projection: W, the weight of the output projection (C, H · D)
-
-    Returns: a scalar tensor, with a gradient for `out`
+    `out` is o, the output of the student's heads, `projection` is W (C, H · D), and `teacher` has o' and the mask.
     """
     teacher_out = teacher.out.float()
     error = _projected_square_sum(out.float() - teacher_out, teacher.context.padding, projection)
@@ -164,10 +149,7 @@ def _projected_square_sum(x: Tensor, padding: Tensor | None, projection: Tensor)
 
 @contextmanager
 def recorded(layers: Sequence[LLNEncoderLayer]) -> Iterator[list[AttentionCall]]:
-    """Record every call of the layers' attentions inside the `with` block.
-
-    Yields: a list that is empty at first; each call appends an AttentionCall to it
-    """
+    """Yield a list to which every call of the layers' attentions inside the `with` block is appended."""
     calls: list[AttentionCall] = []
 
     def record(attention: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> None:
@@ -184,12 +166,7 @@ def recorded(layers: Sequence[LLNEncoderLayer]) -> Iterator[list[AttentionCall]]
 
 @contextmanager
 def swapped_attention(layers: Sequence[LLNEncoderLayer], attentions: Sequence[nn.Module]) -> Iterator[None]:
-    """Replace the attentions of the layers inside the `with` block, and restore them at its end.
-
-    Args:
-        layers: the layers, which are changed in place
-        attentions: the attention to use in each layer, one per layer
-    """
+    """Replace the attention of each layer inside the `with` block, in place, and restore it at its end."""
     originals = [layer.self_attn.attention for layer in layers]
     try:
         for layer, attention in zip(layers, attentions, strict=True):
@@ -210,15 +187,10 @@ class TokenStream:
         self.eos = eos
 
     def batch(self, count: int, length: int, generator: torch.Generator) -> Tensor:
-        """Cut `count` texts at random positions. Texts may overlap.
+        """Cut `count` texts at random positions, and return their ids (count, length), bos and eos included.
 
-        Args:
-            count: the number of texts
-            length: tokens per text, including bos and eos
-            generator: the random generator that chooses the positions
-
-        Returns: ids (count, length)
-        Raises: ValueError if length is less than 3, or if the stream has fewer than length - 2 tokens.
+        Texts may overlap. ValueError is raised if length is less than 3, or if the stream has fewer than length - 2
+        tokens.
         """
         num_words = length - 2
         if len(self.tokens) < num_words or num_words < 1:
@@ -230,18 +202,11 @@ class TokenStream:
         return torch.cat([bos, words, eos], dim=1)
 
     def mixed_batch(self, tokens: int, longest: int, generator: torch.Generator) -> Tensor:
-        """Cut a batch of texts of the same length, and choose that length at random.
+        """Cut a batch of texts of the same length, which is chosen at random, and return their ids (texts, length).
 
-        The length is `longest` or a half, a quarter, ... of it, each with the same probability. It is at least
-        MIN_TEXT_LENGTH, unless `longest` is shorter than that: then it is `longest`.
-
-        Args:
-            tokens: the maximum number of tokens in the batch; a single text may have more
-            longest: the maximum length in tokens, including bos and eos
-            generator: the random generator that chooses the length and the positions
-
-        Returns: ids (texts, length), with at least one text
-        Raises: ValueError if the length is less than 3, or if the stream has fewer than length - 2 tokens.
+        The length is `longest` or a half, a quarter, ... of it, each with the same probability, but not below
+        MIN_TEXT_LENGTH unless `longest` is. The batch has at most `tokens` tokens, or one longer text. For the
+        ValueError, see `batch`.
         """
         shortest = min(MIN_TEXT_LENGTH, longest)
         halved = [longest >> halvings for halvings in range(16)]
@@ -269,14 +234,10 @@ class LayerwiseTrainer:
         self.generator = torch.Generator().manual_seed(seed)
 
     def train_step(self, texts: Any, tokens: int, longest: int) -> list[float]:
-        """Draw a random batch, and update the parameters once to reduce the mean of its losses.
+        """Draw a random batch, update the parameters once, and return the losses before the update, one for each layer.
 
-        Args:
-            texts: where the batch is drawn from, a TokenStream or the TaskRows of a split
-            tokens: the maximum number of tokens in the batch; a single text may have more
-            longest: the maximum number of tokens of a text
-
-        Returns: the losses before the update, the relative squared error of each layer
+        `texts` is a TokenStream or the TaskRows of a split. The batch has at most `tokens` tokens, or one longer text,
+        and no text of more than `longest`.
         """
         schedule = min((self.step + 1) / self.warmup, 2 * (1 - self.step / self.steps), 1.0)
         for group in self.optimizer.param_groups:
@@ -323,15 +284,10 @@ class LayerwiseTrainer:
 
 
 def similarity(vectors: Tensor, teacher: Tensor) -> tuple[float, float]:
-    """Compare a student's vectors with the teacher's vectors of the same texts.
+    """Compare a student's vectors (texts, C) with the teacher's vectors of the same texts.
 
-    Args:
-        vectors, teacher: (texts, C)
-
-    Returns: two numbers:
-        1. the cosine between the student's and the teacher's vector of a text, averaged over the texts
-        2. the fraction of the texts whose nearest neighbor is the same with both models. A text's nearest neighbor is
-           the other text whose vector, from the same model, has the largest cosine with the vector of the text.
+    Returns: the cosine between both vectors of a text, averaged over the texts, and the fraction of the texts whose
+        nearest neighbor, the other text with the largest cosine in the same model, is the same with both models.
     """
     vectors = nn.functional.normalize(vectors.double(), dim=-1)
     teacher = nn.functional.normalize(teacher.double(), dim=-1)

@@ -22,16 +22,10 @@ class DevScores:
     """
 
     def __init__(self, model: Any, task: Any, rows: TaskRows, limit: int | None, known: dict[str, str]) -> None:
-        """Prepare the scoring, and print the number of rows.
+        """Prepare the scoring of the first `limit` rows, and print their number.
 
-        Args:
-            model: the teacher, in evaluation mode
-            task: its task
-            rows: the split "valid"
-            limit: the maximum number of rows to use; None for all
-            known: formatted scores that were computed before, by their labels; new scores are added to it in place
-
-        Raises: UserError if a row is longer than the model allows.
+        `known` has formatted scores that were computed before; new ones are added in place. UserError is raised if a
+        row is longer than the model allows.
         """
         self.model = model
         self.task = task
@@ -46,13 +40,10 @@ class DevScores:
         print(f"scores on {which} rows of split '{rows.split}' of {rows.directory}:", flush=True)
 
     def report(self, label: str, attentions: Sequence[nn.Module] | None = None) -> None:
-        """Print the score of the model, and compute it first if `known` does not have it.
+        """Print the score of the model, and compute it first if `known` does not have it under this label.
 
-        Args:
-            label: what is scored; the key in `known`
-            attentions: attentions to use instead of the model's own, one per layer; None to use the model's own
-
-        Raises: UserError if an output of the model is not finite.
+        `attentions`, one for each layer, take the place of the model's own. UserError is raised if an output is not
+        finite.
         """
         if label not in self.known:
             layers = list(self.model.encoder.sentence_encoder.layers)

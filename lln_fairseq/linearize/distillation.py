@@ -26,7 +26,6 @@ class Distillation(LayerwiseTrainer):
         self.model = model
 
     def errors(self, tokens: Tensor) -> list[Tensor]:
-        """Compute ‖h - h'‖² / ‖h'‖² of each layer; the arguments and the result are those of `Students.errors`."""
         with torch.no_grad():
             teacher_states = hidden_states(self.teacher, tokens)
         states = hidden_states(self.model, tokens)
@@ -42,14 +41,7 @@ class Distillation(LayerwiseTrainer):
 
 
 def hidden_states(model: Any, tokens: Tensor) -> list[Tensor]:
-    """Compute the output of each layer of a model.
-
-    Args:
-        model: a RoBERTa model of this project
-        tokens: ids (B, N), on any device
-
-    Returns: one tensor (N, B, C) per layer, in order, with tokens before texts as in fairseq; without the embeddings
-    """
+    """Return the output of each layer for ids (B, N), without the embeddings, in fairseq's layout (N, B, C)."""
     device = next(model.parameters()).device
     _, extra = model(src_tokens=tokens.to(device), features_only=True, return_all_hiddens=True)
     states = extra["inner_states"]

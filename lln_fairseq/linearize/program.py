@@ -47,11 +47,8 @@ from lln_fairseq.training.recipes import attention_of_layout, layout_names
 def linearize(args: argparse.Namespace) -> None:
     """Write OUT/model.pt, and next to it what the same command needs to resume. Do nothing if OUT is complete.
 
-    Args:
-        args: the parsed command line; its `option` is replaced by all options of the attention, with their defaults,
-            its `steps` by 0 if the attention has nothing to learn in the transfer, and its `softmax_layers` by numbers
-
-    Raises: UserError if the options, the teacher, the data or OUT cannot be used, or if the training diverges.
+    In `args`, the parsed command line, `option` is replaced by all options of the attention, `steps` by 0 if the
+    attention has nothing to learn in the transfer, and `softmax_layers` by numbers.
     """
     with user_errors():
         reject_layer_mechanism(args.attention, "cannot replace a teacher's attention")
@@ -102,7 +99,6 @@ def linearize(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Run `lln-fairseq linearize` with the arguments that follow the program's name."""
     parser = argparse.ArgumentParser(
         prog="lln-fairseq linearize",
         description=__doc__,

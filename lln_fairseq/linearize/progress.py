@@ -120,13 +120,7 @@ class Progress:
         self.save()
 
     def train(self, name: str, trainer: LayerwiseTrainer, texts: Any, longest: int) -> None:
-        """Train a stage to its end, starting where an earlier run last saved it, and log it in OUT/tensorboard/NAME.
-
-        Args:
-            name: the stage, one of LR_OPTIONS
-            texts: a TokenStream, or the TaskRows of a split
-            longest: tokens of the longest texts
-        """
+        """Train a stage to its end, from where an earlier run last saved it, and log it in OUT/tensorboard/NAME."""
         if name in self.stages:
             try:
                 trainer.restore(self.stages[name])
@@ -169,13 +163,8 @@ def train_stage(
 ) -> None:
     """Train a stage from the trainer's current step to its end, and print the error of the last steps.
 
-    Args:
-        name: the stage, one of LR_OPTIONS
-        texts: what `LayerwiseTrainer.train_step` draws its batches from
-        tokens: about how many tokens a step has
-        longest: tokens of the longest texts
-        logs: TensorBoard's directory for the errors of all layers
-        save: called with the state of the trainer every SAVE_INTERVAL steps or SAVE_SECONDS, and at the end
+    `name` is one of LR_OPTIONS. The errors of all layers are logged to the TensorBoard directory `logs`. `save` is
+    called with the trainer's state every SAVE_INTERVAL steps or SAVE_SECONDS, and at the end.
     """
     recent_losses: deque[list[float]] = deque(maxlen=LOG_INTERVAL)
     last_save = time.monotonic()
@@ -209,12 +198,7 @@ def train_stage(
 
 
 def assert_finite(values: list[float], stage: str, where: str) -> None:
-    """Raise UserError if a value that a stage computed is not finite.
-
-    Args:
-        stage: one of LR_OPTIONS
-        where: when or on what the values were computed, for the message
-    """
+    """Raise UserError if a value that a stage computed is not finite. `where` says when, for the message."""
     if not all(map(math.isfinite, values)):
         raise UserError(
             f"the {stage} {where} diverged to NaN or infinity: try a lower {LR_OPTIONS[stage]} and another OUT"

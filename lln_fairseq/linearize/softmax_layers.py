@@ -27,12 +27,6 @@ def resolve_softmax_layers(text: str, layers: int) -> str:
     """Return the option --softmax-layers with numbers in place of "every:N": "3,7" for "every:4" of 8 layers.
 
     "best:N", and "" for no layer, are returned unchanged.
-
-    Args:
-        text: the option: numbers, "every:N", "best:N" or ""
-        layers: the number of layers of the teacher
-
-    Raises: UserError if the text has another form, or if there is no such layer or too few of them.
     """
     best = BEST.fullmatch(text)
     if best is None:
@@ -65,10 +59,8 @@ class Distance:
     def __init__(self, name: str, outputs: Callable[[], Tensor], measure: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Compute the teacher's outputs. The model must still have the teacher's attentions.
 
-        Args:
-            name: the name of the distance in the report
-            outputs: computes the model's outputs with its current attentions
-            measure: computes the distance as a scalar; its arguments are the model's and the teacher's outputs
+        `name` is printed in the report. `outputs` computes the model's outputs with its current attentions, and
+        `measure` the distance of two outputs, the model's and the teacher's.
         """
         self.name = name
         self.outputs = outputs
@@ -83,14 +75,9 @@ class Distance:
 def classifier_distance(model: Any, task: Any, rows: TaskRows) -> Distance:
     """Build the distance of a classifier from its teacher, on at most COUNT random rows.
 
-    The rows have at most MAX_TOKENS tokens in total, unless the first of them alone has more. The distance is
-    KL(teacher ‖ model) of the class probabilities, averaged over the rows. For a regression, it is the mean squared
-    difference of the outputs.
-
-    Args:
-        model: the teacher, in evaluation mode; its attentions may be replaced later
-        task: the teacher's task
-        rows: the training rows; rows of more than `rows.longest` tokens are left out
+    Rows of more than `rows.longest` tokens are left out. The rows have at most MAX_TOKENS tokens in total, unless the
+    first of them alone has more. The distance is KL(teacher ‖ model) of the class probabilities, averaged over the
+    rows. For a regression, it is the mean squared difference of the outputs.
     """
     short = np.flatnonzero(rows.lengths <= rows.longest)
     order = torch.randperm(len(short), generator=torch.Generator().manual_seed(SEED))
@@ -123,15 +110,7 @@ def relative_distance(states: Tensor, teacher_states: Tensor) -> Tensor:
 def encoder_distance(model: Any, texts: TokenStream, length: int) -> Distance:
     """Build the distance of an encoder from its teacher, on COUNT random texts of at most MAX_TOKENS in total.
 
-    The distance is ‖h - h'‖ / ‖h'‖. Here h is the output of the model's last layer, and h' is the
-    output of the teacher's last layer.
-
-    Args:
-        model: the teacher, in evaluation mode; its attentions may be replaced later
-        texts: the training texts
-        length: tokens per text
-
-    Raises: ValueError if length is less than 3, or if `texts` has fewer than length - 2 tokens.
+    The distance is ‖h - h'‖ / ‖h'‖ of the outputs of both last layers. For the ValueError, see `TokenStream.batch`.
     """
     count = min(COUNT, max(1, MAX_TOKENS // length))
     tokens = texts.batch(count, length, torch.Generator().manual_seed(SEED))
@@ -148,18 +127,11 @@ def encoder_distance(model: Any, texts: TokenStream, length: int) -> Distance:
 
 
 def find_best_layers(count: int, students: Students, distance: Distance) -> list[int]:
-    """Choose the layers in which softmax brings the model closest to the teacher.
+    """Return the `count` layers in which softmax brings the model closest to the teacher, in the order of their choice.
 
     Start with linear attention in every layer. Then choose one layer at a time: the layer in which softmax reduces the
     distance most. In each step, the distance for every candidate is printed, and a warning before the first step that
-    starts at a distance of 0. The model is unchanged afterwards.
-
-    Args:
-        count: the number of layers to choose, at most the number of layers
-        students: the trained students, before `Students.fold`
-        distance: the distance of the students' model from its teacher
-
-    Returns: the numbers of the layers in the order in which they were chosen
+    starts at a distance of 0. The model is unchanged afterwards. Call it before `Students.fold`.
     """
     layers = len(students.layers)
     print(f"{distance.name}, with softmax in some layers:", flush=True)

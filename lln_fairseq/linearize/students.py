@@ -61,12 +61,9 @@ class Students(LayerwiseTrainer):
         super().__init__(nn.ModuleList(self.students).to(teacher.q_proj.weight.device), lr, steps, seed)
 
     def errors(self, tokens: Tensor) -> list[Tensor]:
-        """Compute the relative squared error of each layer on a batch, as scalars with gradients for the students.
+        """Return the relative squared error of each layer on ids (B, N), scalars with gradients for the students.
 
         Each student gets what the teacher's attention gets in its layer.
-
-        Args:
-            tokens: ids (B, N), on any device
         """
         device = next(self.model.parameters()).device
         with torch.no_grad(), recorded(self.layers) as calls:
@@ -138,13 +135,9 @@ class HeldOutSet:
         return Quality(errors.sqrt().tolist(), cosine, same_neighbor)
 
     def similarity(self, attentions: Sequence[nn.Module] | None = None) -> tuple[float, float]:
-        """Compare the model's vectors of the texts with the teacher's, as `attention_transfer.similarity` does.
+        """Return `attention_transfer.similarity` of the model's vectors of the texts with the teacher's.
 
-        Args:
-            attentions: attentions to use instead of the model's own, one per layer; None to use the model's own
-
-        Returns: the mean cosine between the model's and the teacher's vector of a text, and the fraction of the texts
-            whose nearest neighbor is the same with both models
+        `attentions`, one for each layer, take the place of the model's own.
         """
         if not attentions:
             return similarity(self._vectors(), self.teacher)
@@ -158,10 +151,7 @@ class HeldOutSet:
 
     @torch.no_grad()
     def _vectors(self, model_name: str = "student") -> Tensor:
-        """Compute the model's vectors of all texts, one tensor (texts, C). Padding tokens do not count.
-
-        model_name: what the progress bar calls the model
-        """
+        """Return the model's vectors of all texts, (texts, C). `model_name` is shown in the progress bar."""
         device = next(self.model.parameters()).device
         pad = self.model.encoder.dictionary.pad()
         vectors = []

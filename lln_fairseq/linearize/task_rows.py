@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lln_fairseq.errors import UserError, first_line
+from lln_fairseq.text.samples import batch_by_length
 
 # A batch is drawn from a group of rows of similar length. The group has about this many times as many tokens.
 GROUP_BATCHES = 8
@@ -34,12 +35,8 @@ class RowSampler:
     def draw_numbers(self, tokens: int, longest: int, generator: torch.Generator) -> np.ndarray:
         """Draw a batch of distinct rows of similar length at random, and return their numbers, at least one.
 
-        All rows of at most `longest` tokens are drawn with about the same probability.
-
-        Args:
-            tokens: the maximum number of tokens in the batch, including padding; a single row may have more
-            longest: the maximum number of tokens of a row; at least one row must be this short
-            generator: the random generator
+        All rows of at most `longest` tokens, of which there must be one, are drawn with about the same probability. The
+        batch has at most `tokens` tokens, padding included, or a single longer row.
         """
         count = int(np.searchsorted(self.lengths[self.order], longest, side="right"))
         ends = self.ends[:count]
@@ -57,23 +54,9 @@ class RowSampler:
         return self.order[chosen.numpy()]
 
     def batches(self, numbers: np.ndarray, tokens: int) -> Iterator[np.ndarray]:
-        """Divide rows into batches of similar length, and yield the row numbers of each batch.
-
-        The shortest rows come first.
-
-        Args:
-            numbers: the numbers of the rows (rows,)
-            tokens: the maximum number of tokens in a batch, including padding; a single row may have more
-        """
-        ordered = numbers[self.lengths[numbers].argsort(kind="stable")]
-        batch: list[int] = []
-        for number in ordered:
-            if batch and (len(batch) + 1) * self.lengths[number] > tokens:
-                yield np.array(batch)
-                batch = []
-            batch.append(number)
-        if batch:
-            yield np.array(batch)
+        """Yield the rows with these numbers in batches, see `batch_by_length`."""
+        for batch in batch_by_length(self.lengths[numbers], tokens):
+            yield numbers[batch]
 
 
 class SampleRows(RowSampler):
@@ -100,15 +83,10 @@ class TaskRows(RowSampler):
     """
 
     def __init__(self, task: Any, split: str, longest: int) -> None:
-        """Load a split.
+        """Load a split, rows of more than `longest` tokens included.
 
-        Args:
-            task: the task of the classifier
-            split: "train" or "valid"
-            longest: the maximum number of tokens that the model accepts; longer rows are loaded, too
-
-        Raises: UserError if the split is missing, damaged or empty, has no labels, or has no row of at most `longest`
-            tokens.
+        UserError is raised if it is missing, damaged or empty, has no labels, or has no row of at most `longest`
+        tokens.
         """
         self.split = split
         self.longest = longest
@@ -129,11 +107,7 @@ class TaskRows(RowSampler):
             raise UserError(f"{self.directory} has no row of at most {longest} tokens in its split '{split}'")
 
     def sample(self, numbers: Sequence[int] | np.ndarray) -> dict[str, Any]:
-        """Return rows as one batch in fairseq's form, a dict with `net_input` and `target`.
-
-        Args:
-            numbers: the numbers of the rows in the split, from 0; the batch has the rows in this order
-        """
+        """Return rows in this order as one batch in fairseq's form, a dict with `net_input` and `target`."""
         sample: dict[str, Any] = self.dataset.collater([self.dataset[int(number)] for number in numbers])
         return sample
 
@@ -142,11 +116,7 @@ class TaskRows(RowSampler):
         return self.sample(self.draw_numbers(tokens, longest, generator))
 
     def mixed_batch(self, tokens: int, longest: int, generator: torch.Generator) -> Tensor:
-        """Draw a batch as `draw` does, and return only what the encoder reads.
-
-        Returns: ids (B, N); B is the number of rows, or twice that if the classifier encodes the two texts of a row
-            separately
-        """
+        """Draw a batch as `draw` does, and return only its `encoder_tokens`."""
         return encoder_tokens(self.draw(tokens, longest, generator), self.pad)
 
 
@@ -156,13 +126,9 @@ def _ceil_divide(number: int, divisor: int) -> int:
 
 
 def encoder_tokens(sample: dict[str, Any], pad: int) -> Tensor:
-    """Return the token ids of a batch as the encoder reads them.
+    """Return the token ids (B, N) of a batch in fairseq's form as the encoder reads them.
 
-    Args:
-        sample: the batch in fairseq's form
-        pad: the id of padding
-
-    Returns: ids (B, N); if the batch has separate second texts (`other_tokens`), they are appended as further rows
+    If the classifier encodes the two texts of a row separately (`other_tokens`), the second ones are further rows.
     """
     tokens: Tensor = sample["net_input"]["src_tokens"]
     if "other_tokens" not in sample["net_input"]:

@@ -40,13 +40,7 @@ def load_teacher(path: Path, data: Path) -> tuple[LLNRobertaModel, Any]:
     3. the data directory that the checkpoint names;
     4. the folder `tokenizer` next to the checkpoint, or the directory of the checkpoint.
 
-    Args:
-        path: the teacher's checkpoint
-        data: the directory DATA
-
-    Returns: the model and the task
-    Raises: UserError if the checkpoint cannot be used, or if the dictionary or the labels that the task reads differ
-        from the checkpoint's.
+    UserError is raised if the dictionary or the labels that the task reads differ from the checkpoint's.
     """
     task_name = stored_options(load_checkpoint_lazily(str(path)))["task"].get("_name")
     task_data = None
@@ -67,10 +61,6 @@ def find_dictionary(path: Path, task: Any) -> Path | None:
     """Return the dictionary in the task's data, or None if there is one in `tokenizer` or next to the checkpoint.
 
     A checkpoint of fairseq-train has only the one in the data.
-
-    Args:
-        path: the checkpoint of a pre-trained teacher
-        task: the teacher's task
     """
     if directories(str(path), None):
         return None

@@ -100,12 +100,9 @@ def held_out_lengths(longest: int) -> list[int]:
 
 
 def held_out_count(count: int, length: int) -> int:
-    """Return the number of held-out texts of a length.
+    """Return the number of held-out texts of a length, `count` up to MEDIUM_LENGTH tokens.
 
-    Args:
-        count: the number of texts of at most MEDIUM_LENGTH tokens; there are fewer longer ones, with as many tokens in
-            total, but at least FEWEST_HELD_OUT or `count`
-        length: tokens per text
+    There are fewer longer ones, with as many tokens in total, but at least FEWEST_HELD_OUT or `count`.
     """
     if length <= MEDIUM_LENGTH:
         return count
@@ -121,12 +118,8 @@ def text_directory(data: Path) -> Path:
 def read_texts(data: Path, split: str, dictionary: Any) -> TokenStream:
     """Read the token ids of a split, as one stream of at most about MAX_TOKENS ids.
 
-    Args:
-        data: a directory binarized for masked_lm, or for sentence_prediction, of which the first sentences are read
-        split: "train" or "valid"
-        dictionary: the teacher's dictionary, whose symbols the data must have
-
-    Raises: UserError if the data is missing, damaged or empty, or has another dictionary.
+    Of data for sentence_prediction, the first sentences are read. UserError is raised if the data is missing, damaged
+    or empty, or has another dictionary than the teacher's.
     """
     from fairseq.data import Dictionary, data_utils
 

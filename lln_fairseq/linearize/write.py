@@ -32,16 +32,8 @@ def write_linear_model(
 ) -> None:
     """Write a linear model to OUT/model.pt, with its dictionaries and its tokenizer.
 
-    Args:
-        model: the linear model
-        task: the teacher's task
-        encoder: see `write_encoder`; None for a classifier
-        attention: the attention of the linear model
-        options: all options of this attention
-        softmax_layers: the layers that have softmax instead
-        teacher: see `write_classifier`
-        data: see `write_classifier`
-        out: an existing directory, which may hold other files
+    `encoder` is the teacher as it was read from its checkpoint, None for a classifier. `options` are all options of the
+    attention, and `softmax_layers` have softmax instead. OUT exists and may hold other files.
     """
     model_options = {f"{attention}_{key}": value for key, value in options.items()}
     model_options["softmax_layers"] = format_softmax_layers(softmax_layers)  # also if the teacher has others
@@ -56,11 +48,7 @@ def write_linear_model(
 def write_encoder(encoder: ImportedEncoder, model: LLNRobertaModel, out: Path) -> None:
     """Write a linear encoder to OUT/model.pt, with its dictionary and tokenizer.
 
-    Args:
-        encoder: the teacher as it was read from its checkpoint, with the options of the linear model; it gets the
-            parameters of `model`, in place
-        model: the linear model
-        out: an existing directory, which may hold other files
+    `encoder` has the options of the linear model, and gets the parameters of `model` in place.
     """
     for name, parameter in model.state_dict().items():
         if name in encoder.parameters or ATTENTION_PARAMETERS in name:
@@ -79,17 +67,8 @@ def write_classifier(
 ) -> None:
     """Write a linear classifier to OUT/model.pt, and its tokenizer and dictionaries to OUT/tokenizer.
 
-    Args:
-        model: the linear classifier
-        task: the teacher's task
-        options: the model options to write where they differ from the teacher's
-        teacher: the teacher's checkpoint; the options of its task are copied
-        data: the directory DATA; if it holds a sentence prediction task, it becomes the data directory in the options
-            of the task
-        out: an existing directory
-
-    Raises: UserError if the teacher's checkpoint cannot be read or model.pt cannot be written; OSError if the
-        tokenizer cannot be written.
+    `options` are those of the model that differ from the teacher's. The options of the task are the teacher's, with
+    DATA as their data directory if it holds the task.
     """
     teacher_state = load_checkpoint_lazily(str(teacher))
     task_options = plain_options(stored_options(teacher_state)["task"])

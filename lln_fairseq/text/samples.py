@@ -1,8 +1,9 @@
 """Make the samples of texts for prediction: the token ids that a task's data set would have, cut and in batches."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -284,14 +285,14 @@ def isolate_errors(function: Callable[[Sequence[Any]], list[Any]], rows: Sequenc
     return isolate_errors(function, rows[:half]) + isolate_errors(function, rows[half:])
 
 
-def batch_by_length(samples: Sequence[Sized], batch_tokens: int = BATCH_TOKENS) -> Iterator[list[int]]:
-    """Yield batches of samples of similar length, shortest first, as lists of indices into `samples`.
+def batch_by_length(lengths: Sequence[int] | np.ndarray, batch_tokens: int) -> Iterator[list[int]]:
+    """Yield batches of samples of similar length, shortest first, as lists of indices into `lengths`.
 
     A batch has at most `batch_tokens` tokens, padding included. A longer sample becomes a batch of its own.
     """
     batch: list[int] = []
-    for index in sorted(range(len(samples)), key=lambda index: len(samples[index])):
-        if batch and (len(batch) + 1) * len(samples[index]) > batch_tokens:
+    for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
+        if batch and (len(batch) + 1) * lengths[index] > batch_tokens:
             yield batch
             batch = []
         batch.append(index)
