@@ -29,6 +29,7 @@ TOLERANCE = 1e-5
 KILLED_AT = 7_000  # the row at which a worker is killed
 BATCH_ROWS = 512
 FILES = 40
+RAY_OUTPUT = "ray-output"
 
 
 class MapperKilledOnce(TextMapper):
@@ -67,7 +68,7 @@ def run_ray_resumed(options: dict[str, Any], folder: Path) -> list[dict[str, Any
     context.checkpoint_config = CheckpointConfig(
         "id", str(folder / "ray-checkpoint"), delete_checkpoint_on_success=False
     )
-    written = str(folder / "ray-output")
+    written = str(folder / RAY_OUTPUT)
 
     def run(mapper: type, **extra: Any) -> None:
         rows = ray.data.read_parquet(str(folder / "rows"))
@@ -95,7 +96,9 @@ class MapperWithError(MapperKilledOnce):
 
     def __call__(self, batch: Any) -> dict[str, Any]:
         if KILLED_AT in batch["id"] and not os.path.exists(self.marker):
-            time.sleep(5)  # meanwhile, other batches are written
+            deadline = time.monotonic() + 300
+            while not list(Path(self.marker).with_name(RAY_OUTPUT).glob("*.parquet")) and time.monotonic() < deadline:
+                time.sleep(0.1)  # until the other worker's batches are written
             Path(self.marker).touch()
             raise RuntimeError("the job ends here")
         return TextMapper.__call__(self, batch)
