@@ -116,11 +116,8 @@ def open_tree(path: Path) -> FileTree:
     """Return the tree of all files in a directory and its subdirectories, in a zip archive or in a tar archive.
 
     Any other file becomes a tree that contains only this file. An archive stays open until its tree is
-    garbage-collected. Links inside a tar archive are left out.
-
-    Raises:
-        UserError: if the archive is damaged, or if a file with the suffix of an archive is not an archive.
-        OSError: if `path` does not exist.
+    garbage-collected. Links inside a tar archive are left out. UserError is raised if the archive is damaged, or if a
+    file with the suffix of an archive is not an archive.
     """
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file())

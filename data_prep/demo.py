@@ -196,13 +196,7 @@ def build_demo(
 ) -> dict[str, Any]:
     """Build the data set in `out` and return its manifest. A finished directory with the same settings is kept.
 
-    Args:
-        out: the output directory, which is created.
-        archive: a local copy of the vaderSentiment archive, whose checksum is verified. None downloads the archive,
-            unless it is in the cache.
-        vocab_size: number of SentencePiece pieces. It is ignored if `tokenizer` is given.
-        overwrite: build again even if the directory contains a result.
-        tokenizer: a tokenizer that load_tokenizer accepts. None trains one.
+    The arguments are the options of the program. `vocab_size` is ignored if `tokenizer` is given.
     """
     given_vocabulary = None
     settings: dict[str, Any] = {

@@ -77,11 +77,7 @@ def fetch_tree(files: Sequence[Published], source: Path | None) -> tuple[FileTre
     If `source` is None, the published files are downloaded if necessary. If `source` is a directory that contains a
     file with the name of each published file, these files are verified and used. If there is only one published file,
     `source` can also be the path of a file with the same name. Any other `source` is opened as it is, without
-    verification.
-
-    Returns:
-        The tree, and True if its files have been verified to be the published files. A single published file is opened
-        with `open_tree`; several become one tree of files.
+    verification. The second result is True if the files have been verified to be the published ones.
     """
     copies: list[Path | None]
     if source is None:

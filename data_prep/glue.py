@@ -140,14 +140,8 @@ def build_glue_task(
 ) -> dict[str, Any]:
     """Build one task in `out` and return its manifest. A finished directory with the same settings is kept.
 
-    Args:
-        out: the output directory, which is created.
-        task: the task.
-        vocabulary: the tokenizer and its dictionary.
-        source: archive or directory; None downloads the published files, unless the directory is finished.
-        encoder: encodes the texts with this vocabulary. Several tasks can share its processes. None encodes in this
-            process.
-        overwrite: build again even if the directory contains a result.
+    `source` is an archive or directory; None downloads the published files, unless the directory is finished. Several
+    tasks can share the processes of an `encoder`, which has this vocabulary; None encodes in this process.
     """
     given_source = None
     published = True

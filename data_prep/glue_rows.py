@@ -21,19 +21,10 @@ def read_glue_rows(
 ) -> TextRows:
     """Read the rows of one split. Texts and labels are stripped, as in fairseq's recipe.
 
-    The label of a regression is the score divided by MAX_SCORE.
-
-    Args:
-        lines: the lines of the file, header included, without line breaks.
-        name: the name of the file, for error messages.
-        task: the task of the file.
-        split: fairseq's name of the split; a name that starts with "test" means that labels are not read.
-        keep: a function that takes the cells of a row and returns True if the row belongs to the split; None keeps all
-            rows.
-
-    Raises:
-        UserError: if a column is missing, a row has a wrong number of columns (unless the task skips such rows), a
-            label is unknown, a score is invalid, or there are no rows. The message names the file and the line.
+    The label of a regression is the score divided by MAX_SCORE. A split whose name starts with "test" has no labels.
+    With `keep`, only rows for whose cells it returns True belong to the split. UserError, with the `name` of the file
+    and the line, is raised if a column is missing, a row has a wrong number of columns (unless the task skips such
+    rows), a label is unknown, a score is invalid, or there are no rows.
     """
     numbered_cells = split_cells(lines)
     header = task.header.get(split)

@@ -140,11 +140,8 @@ def load_finished_manifest(out: Path, settings: Mapping[str, Any], files: Sequen
 
     It must be built if `out` does not exist, holds only unrelated files, or holds an unfinished build. The checksum of
     each of `files` is verified. For a finished result, a message says that there is nothing to do, and a file
-    `unfinished` is deleted.
-
-    Raises:
-        UserError: if `out` holds a finished result with other settings or with missing or changed files, or some of
-            `files` that no unfinished build has written.
+    `unfinished` is deleted. UserError is raised if `out` holds a finished result with other settings or with missing or
+    changed files, or some of `files` that no unfinished build has written.
     """
     manifest = out / MANIFEST
     if manifest.is_file():

@@ -71,19 +71,9 @@ def build_tsv(
 ) -> tuple[GlueTask, dict[str, Any]]:
     """Build the data set in `out`, and return its task and its manifest.
 
-    A finished directory with the same settings is kept.
-
-    Args:
-        out: the output directory, which is created.
-        tokenizer: a tokenizer that load_tokenizer accepts.
-        files: the file of each split, "train" first. Without "train", a classification needs `labels`.
-        columns: the columns of all files.
-        regression: the labels are numbers.
-        labels: a classifier's checkpoint or directory, which determines the classes and their order; None takes the
-            labels of "train".
-        renamed: the new names by the old ones, for the labels that change.
-        workers: number of processes; None uses all cores.
-        overwrite: build again even if the directory contains a result.
+    A finished directory with the same settings is kept. The arguments are the options of the program. `files` has the
+    file of each split, "train" first; without "train", a classification needs `labels`. `renamed` has the new names by
+    the old ones. `workers` None uses all cores.
     """
     vocabulary = load_tokenizer(tokenizer)
     class_labels = None

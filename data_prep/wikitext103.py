@@ -56,12 +56,8 @@ ARCHIVE = FILES["wikitext-103-raw-v1.zip"]
 class WikiTextCorpus:
     """Reads the text files of the three splits from an archive or a directory. A missing file raises UserError.
 
-    Args:
-        tree: the archive or directory.
-        train_bytes: limits the train split to its first lines with at most this many bytes in total; None uses all of
-            it.
-        articles: True keeps blank lines only between articles, not between the sections of an article (see
-            article_lines).
+    `train_bytes` limits the train split to its first lines with at most this many bytes in total. With `articles`,
+    there are blank lines only between articles, see `article_lines`.
     """
 
     def __init__(self, tree: FileTree, train_bytes: int | None = None, articles: bool = False) -> None:
@@ -154,21 +150,8 @@ def build_wikitext(
 ) -> dict[str, Any]:
     """Build the data set in `out` and return its manifest. A finished directory with the same settings is kept.
 
-    Args:
-        out: the output directory, which is created.
-        tokenizer: a tokenizer that load_tokenizer accepts. A key of TRAINED_TOKENIZERS trains a tokenizer on the train
-            text.
-        source: archive or directory; None downloads the published archive if necessary.
-        vocab_size: number of pieces of a trained tokenizer; for "sentencepiece-char", the maximum. It is ignored for
-            other tokenizers.
-        limit_mb: use only the first `limit_mb` * 10^6 bytes of the train text, in whole lines; None uses all of it.
-        workers: number of processes; None uses all cores.
-        overwrite: build again even if the directory contains a result.
-        articles: True keeps blank lines only between articles, not between the sections of an article.
-
-    Raises:
-        UserError: if limit_mb is not positive, the source or the tokenizer cannot be used, the text is too small for
-            `vocab_size` pieces, or the directory cannot be used or contains other data.
+    The arguments are the options of the program. `tokenizer` is one that load_tokenizer accepts, or a key of
+    TRAINED_TOKENIZERS. `workers` None uses all cores.
     """
     if limit_mb is not None and not 0 < limit_mb < math.inf:
         raise UserError(f"--limit-mb must be more than 0 and finite, got {limit_mb}")

@@ -108,12 +108,7 @@ def add_distractors(rows: TextRows, sentences: int, seed: int, hidden: Sequence[
 
     A hidden text becomes `sentences` different texts, itself among them, in random order, joined by spaces. The others
     are from rows with another first text. The labels stay the same. UserError is raised if the split has too few rows.
-
-    Args:
-        rows: the rows of a split.
-        sentences: number of texts of which a new text consists.
-        seed: of the random choice.
-        hidden: the indices of the texts to hide: 0, 1 or both. If both are hidden, no row gives a text to both.
+    `hidden` has the indices of the texts to hide. If both are hidden, no row gives a text to both.
     """
     first_texts = rows.inputs[0]
     count = len(first_texts)

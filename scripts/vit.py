@@ -286,10 +286,10 @@ class Trainer:
 
 
 def train(settings: ViTSettings, pictures: Pictures) -> dict[str, Any]:
-    """Train a model. A loss that is not finite raises UserError.
+    """Train a model, and return "history", with `describe_epoch` of the untrained model and of each epoch, and "test".
 
-    Returns: "history", which has an entry for the untrained model and one for each epoch (see `describe_epoch`), and
-        "test", the accuracy in percent on the test split after the last epoch.
+    "test" is the accuracy in percent on the test split after the last epoch. A loss that is not finite raises
+    UserError.
     """
     valid = pictures.split("valid")
     train_pictures = pictures.split("train")

@@ -100,19 +100,10 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load a checkpoint into memory and check it. This function replaces fairseq's load_checkpoint_to_cpu.
 
-    Args:
-        path: the checkpoint file.
-        arg_overrides: values of options that replace the values in the checkpoint's configuration.
-        load_on_all_ranks: None to check the checkpoint's configuration. A training run passes True or False instead,
-            because it has its own configuration.
-
-    Returns:
-        The content of the checkpoint in fairseq's current format. Its entry "cfg" is the checked configuration, or None
-        if `load_on_all_ranks` is not None.
-
-    Raises:
-        UserError: under the conditions of `load_checkpoint_lazily`, `verify_checksums` and `checked_config`, and if the
-            training state is incomplete.
+    A training run passes True or False as `load_on_all_ranks`, because it has its own configuration. With None, the
+    checkpoint's configuration is checked, and becomes the entry "cfg" of the result, with the values of
+    `arg_overrides`; otherwise this entry is None. UserError is raised under the conditions of `load_checkpoint_lazily`,
+    `verify_checksums` and `checked_config`, and if the training state is incomplete.
     """
     state = load_checkpoint_lazily(path, mmap=False)
     verify_checksums(path)

@@ -27,12 +27,8 @@ def lock_directory(
     """Lock an existing directory until the returned file is closed or the process ends.
 
     The caller must keep a reference to the file, because Python closes an unused one. If another process has locked the
-    directory, UserError is raised. If its file system has no locks, a warning is logged and nothing is locked.
-
-    Args:
-        save_dir: the directory, in which the lock file stays.
-        what: the kind of program that uses the directory, for messages.
-        other: the end of the advice "give another ...", for messages.
+    directory, UserError is raised, whose message calls the program `what` and ends with the advice "give another
+    `other`". If its file system has no locks, a warning is logged and nothing is locked.
     """
     file = open(Path(save_dir, LOCK), "a+")  # noqa: SIM115  the caller closes it
     try:

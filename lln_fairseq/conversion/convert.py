@@ -187,11 +187,9 @@ def write_converted_encoder(encoder: ImportedEncoder, directory: Path) -> None:
 def build_checkpoint(encoder: ImportedEncoder, data: Path) -> dict[str, Any]:
     """Return a checkpoint of a masked language model or classifier at update 0.
 
-    Parameters that the source does not have are initialized with SEED; the caller's random state does not change.
-
-    Args:
-        encoder: the parameters and options of the model; see `load_encoder_parameters` for what changes in place.
-        data: a directory that holds the dictionaries of the model, and its tokenizer if it has one.
+    Parameters that the source does not have are initialized with SEED; the caller's random state does not change. What
+    changes in the encoder is said at `load_encoder_parameters`. `data` has the dictionaries of the model, and its
+    tokenizer if it has one.
     """
     positions = encoder.options["max_positions"]
     task_options: dict[str, Any] = {"_name": "lln_masked_lm", "data": ".", "tokens_per_sample": positions}
@@ -239,12 +237,8 @@ def checkpoint_at_update_0(
 ) -> dict[str, Any]:
     """Return the content of a checkpoint of LLNRobertaModel that has not been trained yet.
 
-    Args:
-        parameters: the state of the model.
-        options: the options of the model.
-        task_options: the options of its task, with the task's name under `_name`.
-        identity: the hash of the dictionary, the tokenizer and the labels, as `HookedTask.get_checkpoint_dict` records
-            them, and the entries of `pooling_entries`.
+    `task_options` has the name of the task under `_name`. `identity` has the hash of the dictionary, the tokenizer and
+    the labels, as `HookedTask.get_checkpoint_dict` records them, and the entries of `pooling_entries`.
     """
     return {
         "args": None,
@@ -299,7 +293,6 @@ def classifier_description(encoder: ImportedEncoder) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Run `lln-fairseq convert` with the arguments that follow the program's name."""
     parser = argparse.ArgumentParser(
         prog="lln-fairseq convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -19,7 +19,6 @@ CONFIG = "config.json"
 
 
 def parse_json(path: Path) -> Any:
-    """Read a JSON file. Raises UserError if it cannot be read or is not JSON."""
     if not path.exists():
         raise UserError(f"{path} does not exist")
     try:
@@ -29,11 +28,7 @@ def parse_json(path: Path) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Raises:
-        UserError: if the file cannot be read, is not JSON, or does not hold a JSON object.
-    """
+    """Read a JSON object from a file. UserError is raised if it cannot be read or holds something else."""
     content = parse_json(path)
     if not isinstance(content, dict):
         raise UserError(f"{path} cannot be read: it does not hold a JSON object")
@@ -59,10 +54,8 @@ def new_directory(out: Path) -> Iterator[Path]:
     """Yield a hidden directory next to `out` that is renamed to `out` on a clean exit and removed otherwise.
 
     Missing parent directories are created. Files that a killed program left in the hidden directory are removed first.
-    The files get the permissions of the process's umask.
-
-    Raises:
-        UserError: if `out` exists already, or another process is writing it.
+    The files get the permissions of the process's umask. UserError is raised if `out` exists already, or another
+    process is writing it.
     """
     _require_missing(out)
     part = out.with_name(f".{out.name}.part")
@@ -90,7 +83,6 @@ def new_directory(out: Path) -> Iterator[Path]:
 
 
 def _require_missing(out: Path) -> None:
-    """Raise UserError if there is a file, a directory or a symbolic link with this path."""
     if out.exists() or out.is_symlink():
         raise UserError(f"{out} already exists: remove it or choose another directory")
 

@@ -262,7 +262,6 @@ def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Run `lln-fairseq export` with the arguments that follow the program's name."""
     parser = argparse.ArgumentParser(
         prog="lln-fairseq export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -57,15 +57,10 @@ BUFFERS = re.compile(r"(\.version|_float_tensor)$")  # entries of a state dict t
 def read_fairseq_checkpoint(path: Path, dictionary: Path | None = None, heads: int | None = None) -> ImportedEncoder:
     """Read the encoder in a fairseq checkpoint, with its masked-language-model head, dictionary and tokenizer.
 
-    The head and the tokenizer are optional. Heads for other tasks are left out, with a note.
-
-    Args:
-        path: the checkpoint.
-        dictionary: its dict.txt; None looks for it in the run's tokenizer directory and next to the checkpoint.
-        heads: number of attention heads, for a checkpoint that does not state it; otherwise it must agree.
-
-    Raises:
-        UserError: if a file cannot be read, the model is not a RoBERTa, or the dictionary does not fit the model.
+    The head and the tokenizer are optional. Heads for other tasks are left out, with a note. Without `dictionary`,
+    dict.txt is looked for in the run's tokenizer directory and next to the checkpoint. `heads` is for a checkpoint that
+    does not state their number; otherwise it must agree. UserError is raised if a file cannot be read, the model is not
+    a RoBERTa, or the dictionary does not fit the model.
     """
     state = load_checkpoint_lazily(str(path))
     verify_checksums(str(path))
@@ -122,10 +117,7 @@ def _with_current_names(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _read_sizes(tensors: Mapping[str, Tensor], path: Path) -> ModelSizes:
-    """Return the model's sizes, with at least one position.
-
-    Raises UserError if a tensor that they are read from is missing or not a matrix.
-    """
+    """Return the model's sizes. UserError is raised if a tensor that shows them is missing or no matrix."""
     for name in (EMBEDDING, POSITIONS, f"{ENCODER}layers.0.fc1.weight"):
         if name not in tensors or tensors[name].dim() != 2:
             raise UserError(f"{path} is not a RoBERTa: {name} must be a matrix")
@@ -142,7 +134,7 @@ def _read_options(
 ) -> dict[str, Any]:
     """Return the model's options from its tensors and, for what tensors do not show, from the stored options.
 
-    Raises UserError if the number of heads is unknown, or `heads` contradicts the stored number.
+    UserError is raised if the number of heads is unknown, or `heads` contradicts the stored number.
     """
     stored_heads = stored.get("encoder_attention_heads")
     if stored_heads is None and heads is None:

@@ -119,12 +119,9 @@ def read_hugging_face_directory(directory: Path) -> ImportedEncoder:
     """Read the encoder in a Hugging Face directory, with its tokenizer and its head.
 
     This is a language-model head, or a classification head if the architecture in config.json has one. The rows of the
-    embedding are put in the order of fairseq's ids. Parts for other tasks are left out, with a note.
-    `directory` can also be a model of sentence-transformers, see `locate_model`.
-
-    Raises:
-        UserError: if the architecture is not supported, a tensor is missing, unknown or of the wrong shape, or the
-            tokenizer does not fit the embedding.
+    embedding are put in the order of fairseq's ids. Parts for other tasks are left out, with a note. UserError is
+    raised if the architecture is not supported, a tensor is missing, unknown or of the wrong shape, or the tokenizer
+    does not fit the embedding. `directory` can also be a model of sentence-transformers, see `locate_model`.
     """
     root, directory = locate_model(directory)
     stated_config = _read_config(directory)

@@ -39,13 +39,9 @@ class ImportedEncoder:
 
 
 def choose_pooling(pooling: Pooling | None, has_head: bool, notes: list[str]) -> Pooling | None:
-    """Return the pooling of an imported encoder, and add a note if the source does not state it.
+    """Return the pooling of an imported encoder: the one that the source states, or None with a language-model head.
 
-    Args:
-        pooling: what the source states, or None.
-        has_head: whether the source has a masked-language-model head. Without one, it is an encoder of sentence vectors
-            and gets mean pooling.
-        notes: the notes of the encoder.
+    Without both, it is an encoder of sentence vectors that gets mean pooling, and a note is added to `notes`.
     """
     if pooling is not None or has_head:
         return pooling

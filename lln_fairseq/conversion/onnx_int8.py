@@ -22,14 +22,9 @@ QUANTIZED_FILE = "onnx/model_quantized.onnx"
 
 
 def write_int8(directory: Path, config: Mapping[str, Any]) -> None:
-    """Add onnx/model_quantized.onnx to a directory with onnx/model.onnx.
+    """Add onnx/model_quantized.onnx to a directory with onnx/model.onnx; `config` is the content of its config.json.
 
-    Args:
-        directory: the directory of the exported model.
-        config: the content of config.json.
-
-    Raises:
-        UserError: if the file cannot be written, or gives outputs that are not finite.
+    UserError is raised if the file cannot be written, or gives outputs that are not finite.
     """
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic

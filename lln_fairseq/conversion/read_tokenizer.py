@@ -61,18 +61,14 @@ def read_vocabulary(
     """Read the tokenizer in a directory with transformers' AutoTokenizer, and write it as a tokenizer.json.
 
     Among the added tokens, only fairseq's special symbols stay special, because data_prep has no symbols for other
-    special tokens.
+    special tokens. UserError is raised if there is no fast tokenizer, a token's id has no row in the embedding, texts
+    would get other tokens than AutoTokenizer gives them, or long ones are cut at the left.
 
     Args:
         directory: the Hugging Face directory.
         rows: the number of rows of the embedding. A row that belongs to no token gets a symbol that no text uses.
         lower_case: put texts into lower case first, as SentenceTransformer does.
         has_token_types: whether the model has more than one token type.
-
-    Raises:
-        UserError: if there is no tokenizer, AutoTokenizer cannot load it or has no fast tokenizer of its class, a
-            token's id has no row in the embedding, texts would get other tokens than AutoTokenizer gives them, or long
-            ones are cut at the left.
     """
     tokenizer = _load_tokenizer(directory)
     if tokenizer.truncation_side != "right":
@@ -123,12 +119,7 @@ def _pair_form(pair: Mapping[str, list[int]], separator: int, has_token_types: b
 
 
 def check_dictionary(files: Mapping[str, bytes], path: Path) -> None:
-    """Raise UserError if a dict.txt is malformed or lacks a token of a tokenizer.
-
-    Args:
-        files: the contents of the tokenizer's files by name. If it is empty, nothing is checked.
-        path: the dict.txt.
-    """
+    """Raise UserError if a dict.txt is malformed or lacks a token of the tokenizer with these files, if any."""
     for kind, names in TOKENIZER_FILES.items():
         if names[0] in files:
             try:
@@ -170,14 +161,9 @@ def _check_same_tokens(
     """Raise UserError if PROBES get other tokens from this project than from the source's tokenizer.
 
     The last probe is a pair of the first text and itself, which may have one </s> or two between its texts. Its tokens
-    are returned, as transformers encodes them.
-
-    Args:
-        tokenizer: the source's. Its BPE dropout is turned off.
-        converted: the tokenizer.json that this project will use, with the source's ids.
-        special_ids: the result of `_special_ids`.
-        lower_case: whether the source's tokenizer gets texts in lower case.
-        directory: the directory of the source, for the message.
+    are returned, as transformers encodes them. `converted` is the tokenizer.json that this project will use, with the
+    source's ids, and `special_ids` the result of `_special_ids`. The BPE dropout of the source's tokenizer is turned
+    off.
     """
     first, _, last, unknown, _ = special_ids
     if hasattr(tokenizer.backend_tokenizer.model, "dropout"):
@@ -220,7 +206,6 @@ def _compare_tokens(
 
 
 def _tokens_text(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Return the tokens of ids, separated by spaces."""
     return " ".join(str(token) for token in tokenizer.convert_ids_to_tokens(ids))
 
 

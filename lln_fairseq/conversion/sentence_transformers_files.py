@@ -93,17 +93,10 @@ def _is_folder_name(path: str) -> bool:
 
 
 def read_pooling(directory: Path, features: int) -> Pooling | None:
-    """Read the pooling of a sentence-transformers directory.
+    """Return the pooling of a sentence-transformers directory; None if it has neither modules.json nor 1_Pooling.
 
-    Args:
-        directory: the directory of the model.
-        features: the size of the model's hidden states.
-
-    Returns:
-        The pooling, or None if the directory has neither modules.json nor 1_Pooling.
-
-    Raises:
-        UserError: if a file is damaged, or asks for steps or a mode that this project does not have.
+    `features` is the size of the model's hidden states. UserError is raised if a file is damaged, or asks for steps or
+    a mode that this project does not have.
     """
     path = directory / MODULES
     if not path.exists():
@@ -293,13 +286,9 @@ def sentence_files(
 ) -> dict[str, bytes]:
     """Return the files that make SentenceTransformer compute this pooling, by their paths in the model's directory.
 
-    They have the form of sentence-transformers before 6.0, which later versions also read.
-
-    Args:
-        pooling: the pooling to describe.
-        features: the size of the model's hidden states.
-        longest: the longest sequence of the model, in tokens.
-        settings: entries of config_sentence_transformers.json.
+    They have the form of sentence-transformers before 6.0, which later versions also read. `features` is the size of
+    the model's hidden states, and `longest` its longest sequence. `settings` are entries of
+    config_sentence_transformers.json.
     """
     types = ["Transformer", "Pooling"]
     if pooling.normalize:

@@ -84,6 +84,9 @@ def convert_to_hugging_face(
 ) -> ExportedModel:
     """Convert the parameters and options of a model to Hugging Face's.
 
+    UserError is raised for an attention or an option that Hugging Face's RoBERTa and the modeling file do not support,
+    a parameter that they do not have, or labels that do not fit the classification head.
+
     Args:
         state: the model's state dict.
         args: the model's options, with those of STOCK_OPTIONS in export.py.
@@ -92,10 +95,6 @@ def convert_to_hugging_face(
         labels: the name of each class of the head, in order; empty if it has one output.
         is_encoder: export only the encoder, without a head.
         settings: entries of config.json of the model that a classifier was converted from.
-
-    Raises:
-        UserError: for an attention or an option that Hugging Face's RoBERTa and the modeling file do not support,
-            a parameter that they do not have, or labels that do not fit the classification head.
     """
     _check_options(args, attention_options)
     sizes = sizes_of_parameters(state)

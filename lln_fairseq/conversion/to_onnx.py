@@ -97,15 +97,9 @@ def write_onnx(
 ) -> None:
     """Add onnx/model.onnx, and model.onnx.data for large weights, to a directory with config.json and its weights.
 
-    Args:
-        directory: the directory of the exported model.
-        config: the content of config.json.
-        reference: the model that was exported, a function from tokens (B, N), padded at the right, to its outputs.
-        pooling: how an encoder computes the vector of a text; None for a model with a head.
-
-    Raises:
-        UserError: if the model cannot be traced, or onnxruntime fails or its outputs differ. Files that were written
-            stay in `directory`, which the caller removes.
+    `reference` is the model that was exported, a function from tokens (B, N), padded at the right, to its outputs.
+    `pooling` is None for a model with a head. UserError is raised if the model cannot be traced, or onnxruntime fails
+    or its outputs differ. Files that were written then stay in `directory`.
     """
     path = directory / FILE
     path.parent.mkdir()

@@ -18,12 +18,9 @@ SPECIAL = {
 
 
 def token_ids(content: Mapping[str, Any]) -> dict[str, int]:
-    """Return the id of every token in the content of a tokenizer.json, added tokens included.
+    """Return the id of every token in the content of a tokenizer.json. Those of added tokens take precedence.
 
-    If an added token and a token of the vocabulary have the same text, the id of the added token counts.
-
-    Raises:
-        KeyError, TypeError, ValueError: if the content is damaged.
+    Damaged content raises KeyError, TypeError or ValueError.
     """
     vocabulary = content["model"]["vocab"]
     ids = {}
@@ -39,15 +36,7 @@ def token_ids(content: Mapping[str, Any]) -> dict[str, int]:
 
 
 def special_token(ids: Mapping[str, int], name: str) -> str | None:
-    """Return the token that a tokenizer uses for one of fairseq's special symbols.
-
-    Args:
-        ids: the id of every token of the tokenizer.
-        name: a key of SPECIAL.
-
-    Returns:
-        The token, such as "[CLS]" for "<s>", or None if the tokenizer has no such token.
-    """
+    """Return the token for one of fairseq's special symbols, such as "[CLS]" for "<s>"; None if there is none."""
     for token in SPECIAL[name]:
         if token in ids:
             return token
@@ -57,12 +46,9 @@ def special_token(ids: Mapping[str, int], name: str) -> str | None:
 def byte_level_bpe(ids: Mapping[str, int], merges: Sequence[str]) -> dict[str, Any]:
     """Return the content of the tokenizer.json of a byte-level BPE, as GPT-2 and RoBERTa use it.
 
-    The tokenizer adds <s> and </s> to every text if `ids` has them. It does not add a space in front of a text.
-
-    Args:
-        ids: the id of every token. The tokens are spelled in GPT-2's alphabet, in which one character stands for one
-            byte. Tokens for fairseq's special symbols are marked as special.
-        merges: pairs "left right" in the order in which they are applied.
+    It adds <s> and </s> to every text if `ids` has them, but no space in front of a text. `ids` are those of all
+    tokens, spelled in GPT-2's alphabet, in which one character stands for one byte. `merges` are pairs "left right" in
+    the order in which they are applied.
     """
     model = {
         "type": "BPE",
@@ -92,16 +78,10 @@ def document(
     pre_tokenizer: dict[str, Any] | None = None,
     decoder: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the complete content of a tokenizer.json, from its parts.
+    """Return the complete content of a tokenizer.json, from its parts, which are not copied. None is null.
 
-    The post-processor is `sentence_processor`. The arguments are not copied. A part that is None is null in the file.
-
-    Args:
-        ids: the id of every token. Tokens for fairseq's special symbols are marked as special.
-        model: the part that splits words into tokens, with the vocabulary.
-        normalizer: the part that changes the text first.
-        pre_tokenizer: the part that splits the text into words.
-        decoder: the part that joins tokens into text.
+    `ids` are those of all tokens. Tokens for fairseq's special symbols are marked as special, and the post-processor is
+    `sentence_processor`.
     """
     added_tokens = []
     for name in SPECIAL:
@@ -146,13 +126,7 @@ def sentence_processor(ids: Mapping[str, int]) -> dict[str, Any] | None:
     """Return the post-processor, the part of tokenizer.json that adds special tokens to an encoded text.
 
     A text A becomes <s> A </s>. A pair of texts A and B becomes <s> A </s> </s> B </s>. The tasks of this project use
-    the same format.
-
-    Args:
-        ids: the id of every token.
-
-    Returns:
-        The post-processor, or None if the tokenizer has no token for <s> or </s>.
+    the same format. The result is None if the tokenizer has no token for <s> or </s>.
     """
     first = special_token(ids, "<s>")
     last = special_token(ids, "</s>")

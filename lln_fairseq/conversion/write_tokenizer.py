@@ -53,10 +53,7 @@ TIES = (
 
 
 def find_tokenizer(directories: Sequence[Path]) -> dict[str, bytes]:
-    """Return the contents of the files of the first tokenizer in these directories.
-
-    Returns: contents by file name; an empty dictionary if no directory has a complete tokenizer
-    """
+    """Return the contents of the files, by name, of the first tokenizer in these directories, if any."""
     for directory in directories:
         for names in TOKENIZER_FILES.values():
             if all((directory / name).is_file() for name in names):
@@ -65,21 +62,12 @@ def find_tokenizer(directories: Sequence[Path]) -> dict[str, bytes]:
 
 
 def convert_tokenizer(vocabulary: Vocabulary, positions: int, pair_form: str = ROBERTA_PAIRS) -> dict[str, bytes]:
-    """Convert a tokenizer to the files that transformers' AutoTokenizer needs. Its tokens get the dictionary's ids.
+    """Convert a tokenizer to the files that AutoTokenizer needs, by name. Its tokens get the dictionary's ids.
 
     A token that the dictionary lacks gets an id behind the dictionary's, which must have the embedding of <unk>: the
-    library cannot give several tokens the same id.
-
-    Args:
-        vocabulary: the tokenizer with its dictionary, which has <mask>.
-        positions: the maximum number of tokens in a sequence of the model.
-        pair_form: how it writes pairs, one of PAIR_FORMS.
-
-    Returns:
-        The contents of tokenizer.json, tokenizer_config.json and special_tokens_map.json by file name.
-
-    Raises:
-        UserError: if the tokenizer is damaged, or the result gives some texts other ids than `vocabulary`.
+    library cannot give several tokens the same id. `positions` is the longest sequence of the model, and `pair_form`
+    one of PAIR_FORMS. UserError is raised if the tokenizer is damaged, or the result gives some texts other ids than
+    `vocabulary`.
     """
     files = vocabulary.tokenizer.files
     ids = {symbol: NUM_SPECIAL + number for number, symbol in enumerate(vocabulary.symbols)}
@@ -277,15 +265,9 @@ def _parse_sentencepiece(data: bytes) -> Any:
 
 
 def _convert_sentencepiece(tokenizer: SentencePieceTokenizer, ids: Mapping[str, int]) -> dict[str, Any]:
-    """Return the content of tokenizer.json for a SentencePiece model.
+    """Return the content of tokenizer.json for a SentencePiece model with these ids of all symbols of the dictionary.
 
-    Args:
-        tokenizer: the model.
-        ids: the ids of the pieces, and of all other symbols of the dictionary.
-
-    Raises:
-        KeyError: if `ids` lacks a piece.
-        UserError: if the model is damaged, or none of BPE, unigram and characters.
+    KeyError is raised if they lack a piece, and UserError if the model is none of BPE, unigram and characters.
     """
     proto = _parse_sentencepiece(tokenizer.files["spm.model"])
     piece_types = proto.SentencePiece
@@ -356,12 +338,7 @@ def _convert_sentencepiece(tokenizer: SentencePieceTokenizer, ids: Mapping[str, 
 
 
 def _unknown_text(characters: Set[str], symbols: Sequence[str]) -> str:
-    """Return a regular expression for text without a piece that is none of the symbols.
-
-    Args:
-        characters: the characters that have a piece.
-        symbols: the symbols that text without a piece can be.
-    """
+    """Return a regular expression for text of characters without a piece that is none of the symbols."""
     unknown = rf"[^{SPACES}{_escape(''.join(sorted(characters)))}]"
     alternatives = "|".join(_escape(symbol) for symbol in symbols)
     return rf"(?={unknown})(?<!{unknown})(?!(?:{alternatives})(?!{unknown})){unknown}+"
@@ -375,10 +352,7 @@ def _escape(text: str) -> str:
 def _find_merges(scores: Mapping[str, float]) -> list[list[str]]:
     """Return the merges of a BPE: every pair [left, right] of pieces that form a piece when they are joined.
 
-    Pairs that form a piece with a higher score come first.
-
-    Args:
-        scores: the score of every piece that may be in a merge.
+    `scores` has the pieces. Pairs that form a piece with a higher score come first.
     """
     merges = []
     for piece in sorted(scores, key=lambda piece: -scores[piece]):

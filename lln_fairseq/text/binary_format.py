@@ -101,14 +101,9 @@ def index_bytes(lengths: np.ndarray, dtype: Any) -> bytes:
 def read_dataset(prefix: str | Path) -> Samples | None:
     """Open the data set `prefix` as memory-mapped arrays, and check that its files are complete.
 
-    The ids are not checked.
-
-    Returns:
-        The samples, or None if neither file exists or if PREFIX.idx does not have this memory-mapped format.
-
-    Raises:
-        UserError: if only one of the two files exists, or if a file is empty, damaged or cut off, or the files do not
-            match each other.
+    The ids are not checked. The result is None if neither file exists or if PREFIX.idx does not have this memory-mapped
+    format. UserError is raised if only one of the two files exists, if a file is empty, damaged or cut off, or if they
+    do not match.
     """
     index = Path(f"{prefix}.idx")
     data = Path(f"{prefix}.bin")
@@ -199,17 +194,11 @@ def count_dataset(prefix: Path, size: int) -> DatasetCounts:
 
 
 def binarize(blocks: Iterable[Block], size: int, prefix: Path, samples: int) -> DatasetCounts:
-    """Write the data set `prefix`, then read it back and return its statistics.
+    """Write the data set `prefix` from blocks of samples, then read it back and return its statistics.
 
-    Args:
-        blocks: the samples, in order.
-        size: the number of symbols of the dictionary, including special symbols.
-        prefix: the path of the files without .bin and .idx.
-        samples: the expected number of samples. It must not be 0, since fairseq cannot load an empty data set.
-
-    Raises:
-        UserError: if the files hold another number of samples or of tokens than expected, if a file is damaged, if a
-            sample does not end with </s>, or if an id is `size` or more. The files that were written remain.
+    `size` is the number of symbols of the dictionary, special ones included. UserError is raised for 0 samples, which
+    fairseq cannot load, and if the files hold another number of samples than `samples`, a sample that does not end with
+    </s>, or an id of `size` or more. The files that were written remain.
     """
     if not samples:
         raise UserError(f"no lines for {prefix}: fairseq cannot load an empty data set")

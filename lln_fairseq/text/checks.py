@@ -169,14 +169,14 @@ def check_targets(path: Path, rows: int, targets: int) -> int:
         raise UserError(f"{path} has {len(lines)} lines for {rows} rows; {_ADVICE}")
     for number, line in enumerate(lines, start=1):
         values = line.split()
-        if len(values) != targets or not all(map(_is_finite_number, values)):
+        if len(values) != targets or not all(map(is_finite_number, values)):
             raise UserError(
                 f"{path}, line {number}: expected {targets} finite number(s), found {line[:40]!r}; {_ADVICE}"
             )
     return rows
 
 
-def _is_finite_number(text: str) -> bool:
+def is_finite_number(text: str) -> bool:
     try:
         return isfinite(float(text))
     except ValueError:

@@ -42,8 +42,7 @@ def usable_cores() -> int:
 def encode_block(vocabulary: Vocabulary, lines: Sequence[str]) -> Block:
     """Encode lines into fairseq's ids. Each line becomes one sample, which ends with </s>; an empty line has only </s>.
 
-    Returns:
-        The ids of all samples, int32 (tokens,), and the length of each sample, </s> included, int64 (lines,).
+    The result is the ids of all samples, int32 (tokens,), and the length of each, </s> included, int64 (lines,).
     """
     end = np.array([EOS], dtype=np.int32)
     samples = []

@@ -76,14 +76,8 @@ def _check_size(line: bytes, number: int, name: str) -> None:
 def read_lines(stream: BinaryIO, name: str, limit: int | None = None) -> Iterator[str]:
     """Yield the lines of a UTF-8 file, without line ends and without a byte order mark. Only LF and CRLF end a line.
 
-    Args:
-        stream: the file, opened for reading bytes.
-        name: the name of the file in error messages.
-        limit: stop before the line with which more than `limit` bytes would have been read, line ends included. None
-            reads the whole file.
-
-    Raises:
-        UserError: if a line is not UTF-8 or has more than MAX_LINE bytes.
+    With `limit`, stop before the line with which more than this number of bytes would have been read, line ends
+    included. UserError, with the file's `name`, is raised if a line is not UTF-8 or has more than MAX_LINE bytes.
     """
     total_bytes = 0
     for number, raw in read_raw_lines(stream, name):

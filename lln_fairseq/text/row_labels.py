@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from math import isfinite
 
 from lln_fairseq.errors import UserError
+from lln_fairseq.text.checks import is_finite_number
 from lln_fairseq.text.labels import label_dictionary
 
 LABEL_SEPARATORS = re.compile("[,;|]")
@@ -98,10 +98,3 @@ def check_number(label: str, location: str) -> str:
     if not is_finite_number(label):
         raise UserError(f"{location}: the label of a regression must be one finite number, got {label!r}")
     return label
-
-
-def is_finite_number(text: str) -> bool:
-    try:
-        return isfinite(float(text))
-    except ValueError:
-        return False

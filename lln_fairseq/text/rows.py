@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lln_fairseq.errors import UserError
 from lln_fairseq.terminal import print_status
-from lln_fairseq.text.row_labels import is_finite_number
+from lln_fairseq.text.checks import is_finite_number
 from lln_fairseq.text.table_files import Table, open_table
 
 
@@ -168,8 +168,7 @@ def read_rows(
             last two if there are any.
         name: the name of the file, for error messages.
         num_texts: the number of texts of a row.
-        parse_label: returns the label to keep for the label of a row. The second argument is the file and the line, for
-            error messages. None if the rows have no labels.
+        parse_label: returns the label to keep for a label and its location; None if the rows have no labels.
         has_groups: the last cell is the group.
     """
     inputs: list[list[str]] = [[] for _ in range(num_texts)]

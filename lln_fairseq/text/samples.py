@@ -38,10 +38,7 @@ class LongTextError(UserError):
 class LengthLimit:
     """Cuts samples to the longest sequence of a model with `cut_sample`, or rejects longer ones, and counts the cuts.
 
-    Args:
-        longest: the maximum number of tokens of a sample.
-        on_long: "truncate" to cut longer samples, "error" to reject them.
-        name: what an error calls a sample; {index} stands for its position.
+    `on_long` is one of ON_LONG, and `name` what an error calls a sample; {index} stands for its position.
 
     Attributes:
         samples: the number of samples so far.
@@ -122,9 +119,7 @@ def _share_room(first: int, second: int, room: int) -> tuple[int, int]:
 class SampleEncoder:
     """Encodes texts into the samples that the training data would have for them, but does not cut long ones.
 
-    Args:
-        task: the task of the model, which determines the dictionary and the tokens at the ends of a sample.
-        vocabulary: the Vocabulary of the data.
+    `task` determines the dictionary and the tokens at the ends of a sample.
     """
 
     def __init__(self, task: Any, vocabulary: Any) -> None:

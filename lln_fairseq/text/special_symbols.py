@@ -21,9 +21,8 @@ OVERWRITE = " #fairseq:overwrite"  # ends a line of dict.txt whose symbol may oc
 def parse_dictionary(lines: Iterable[str]) -> list[str]:
     """Return the symbols of a dict.txt, with lines "SYMBOL COUNT", in order. Symbol i, from 0, has fairseq's id 4 + i.
 
-    Raises:
-        UserError: if a line is not a symbol and an integer. Also if its symbol is a special symbol or occurs in an
-            earlier line, unless the line ends with OVERWRITE. The message contains the line number.
+    UserError, with the line number, is raised if a line is not a symbol and an integer. Also if its symbol is a special
+    symbol or occurs in an earlier line, unless the line ends with OVERWRITE.
     """
     seen = set(SPECIAL_SYMBOLS)
     symbols = []
@@ -54,13 +53,8 @@ def format_dictionary(symbols: Sequence[str], counts: Mapping[str, int], reserve
     Symbol i, from 0, gets fairseq's id 4 + i. A special symbol, and a symbol that occurs again, get OVERWRITE, without
     which fairseq refuses them. Filler symbols "madeupword0000", ... with the count 0 are appended until the size of the
     dictionary is divisible by `multiple`, which makes matrix products faster on tensor cores. The size includes
-    fairseq's special symbols and the reserved symbols.
-
-    Args:
-        symbols: the symbols, in order.
-        counts: how often each symbol occurs. A symbol that is not in `counts` gets the count 0.
-        reserved: the number of symbols that a task will append later, such as <mask>.
-        multiple: the number that the size must be divisible by.
+    fairseq's special symbols and the `reserved` ones that a task will append, such as <mask>. Symbols that are not in
+    `counts` get the count 0.
     """
     padding = -(NUM_SPECIAL + len(symbols) + reserved) % multiple
     filler = [f"{FILLER}{i:04d}" for i in range(padding)]
