@@ -32,13 +32,13 @@ from lln_fairseq.errors import UserError
 from lln_fairseq.files import write_bytes
 from lln_fairseq.provenance import describe_provenance, write_result
 from lln_fairseq.terminal import at_least_one, program_parser, text_table
+from lln_fairseq.training.recipes import format_override
 from scripts.benchmarks.meter import model_argument, split_specs
 from scripts.tables import mean_and_range
 from scripts.train_tasks import (
     attention_overrides,
     call_logged,
     compose_config,
-    format_override,
     prepare_demo_data,
     run_override,
     score,

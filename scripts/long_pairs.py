@@ -30,7 +30,8 @@ from lln_fairseq.files import write_bytes
 from lln_fairseq.terminal import program_parser
 from lln_fairseq.text.rows import TextRows
 from lln_fairseq.text.table_files import QUOTED
-from scripts.train_tasks import format_override, run_override, train_words
+from lln_fairseq.training.recipes import format_override
+from scripts.train_tasks import run_override, train_words
 
 HIDDEN = {"QNLI": (1,), "QQP": (0, 1)}  # the indices of the texts that are hidden
 POSITIONS = 1024  # tokens of the longest row, except in qnli64

@@ -25,12 +25,12 @@ from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.command import run_main
 from lln_fairseq.terminal import text_table
 from lln_fairseq.timing import interleaved
+from lln_fairseq.training.recipes import format_override
 from scripts.benchmarks.prediction import loaded_logits, random_tokens
 from scripts.figures import Settings, figure_8
 from scripts.train_tasks import (
     call,
     call_logged,
-    format_override,
     prepare_demo_data,
     run_override,
     score,

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
@@ -36,7 +35,7 @@ from lln_fairseq.command import child_environment, run_main
 from lln_fairseq.errors import UserError
 from lln_fairseq.files import no_such_checkpoint
 from lln_fairseq.terminal import program_parser, progress_bar, show_update
-from lln_fairseq.training.recipes import CONFIGS, layout_names
+from lln_fairseq.training.recipes import CONFIGS, format_override, layout_names
 from scripts import tables
 
 SAVE_DIR = "checkpoint.save_dir"
@@ -149,13 +148,6 @@ def attention_overrides(spec: str) -> list[str]:
 def run_override() -> str:
     """Return the Hydra override of a training: on the GPU if there is one, otherwise on the CPU."""
     return "run=gpu1" if torch.cuda.is_available() else "run=cpu"
-
-
-def format_override(option: str, value: str | Path) -> str:
-    """Return the override `option=value`. The value is quoted if it has characters that Hydra would interpret."""
-    if re.fullmatch(r"[\w./-]+", str(value)):
-        return f"{option}={value}"
-    return f"{option}={QuotedString(str(value), Quote.single).with_quotes()}"
 
 
 def last_value(option: str, overrides: Iterable[str]) -> str:

@@ -86,21 +86,6 @@ def save(original: Callable, obj: Any, filename: Any, *args: Any, **kwargs: Any)
         log.disabled = was_disabled
 
 
-def remove_superseded(cfg: Any) -> None:
-    """Remove the oldest interval checkpoint if there is exactly one more than `keep_interval_updates` allows.
-
-    A run that was killed while it saved leaves such a checkpoint behind. Two or more surplus checkpoints come from a
-    run with a larger setting, so all of them are kept. Nothing is removed if `keep_interval_updates` is not positive,
-    or if `keep_interval_updates_pattern` is set.
-    """
-    limit = cfg.keep_interval_updates
-    if limit <= 0 or cfg.keep_interval_updates_pattern != -1:
-        return
-    newest_first = checkpoint_utils.checkpoint_paths(cfg.save_dir, pattern=r"checkpoint_\d+_(\d+)\.pt")
-    if len(newest_first) == limit + 1:
-        os.remove(newest_first[-1])
-
-
 def _save_error(path: str, error: BaseException) -> UserError:
     """Return the error to raise if `path` cannot be written. Its message has the reason and says how to resume."""
     directory = os.path.dirname(os.path.abspath(path))

@@ -11,13 +11,11 @@ it, give `--tokenizer OUT` to the programs of data_prep.
 
 import argparse
 import json
-import re
 import shlex
 from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
@@ -44,7 +42,7 @@ from lln_fairseq.text.pairs import ROBERTA_PAIRS
 from lln_fairseq.text.special_symbols import BOS, EOS, PAD, format_dictionary
 from lln_fairseq.text.tokenizers import HuggingFaceTokenizer, make_tokenizer
 from lln_fairseq.text.vocabulary import MANIFEST, Vocabulary, load_vocabulary
-from lln_fairseq.training.recipes import attention_of_layout, layout_names
+from lln_fairseq.training.recipes import attention_of_layout, format_override, layout_names
 
 CHECKPOINT = "model.pt"
 SEED = 1  # for the parameters that the source does not have
@@ -277,10 +275,7 @@ def finetuning_command(checkpoint: Path, positions: int) -> str:
 
     The run takes the sizes and the attention from the checkpoint.
     """
-    path = str(checkpoint)
-    if re.search(r"[^\w./-]", path):  # Hydra would interpret it
-        path = QuotedString(path, Quote.single).with_quotes()
-    options = [f"task.max_positions={positions}", f"checkpoint.finetune_from_model={path}"]
+    options = [f"task.max_positions={positions}", format_override("checkpoint.finetune_from_model", checkpoint)]
     return shlex.join(["lln-fairseq", "train", "--config-name", "finetune", "glue=TASK", *options])
 
 

@@ -3,16 +3,12 @@
 import contextlib
 import errno
 import os
-import shutil
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
 
 from lln_fairseq import command
-from lln_fairseq.checkpoints.saving import LOCK
 from lln_fairseq.errors import UserError
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
@@ -38,27 +34,7 @@ def exit_with_one_line() -> Iterator[None]:
         if not GlobalHydra.instance().is_initialized() or os.environ.get("HYDRA_FULL_ERROR", "0") == "1":
             raise
         print(f"error: {error}", file=sys.stderr)
-        remove_logs_of_refused_run()
         raise SystemExit(1) from None
-
-
-def remove_logs_of_refused_run() -> None:
-    """Under Hydra, remove the logs of this start from the save_dir of a run that has nothing but logs.
-
-    The save_dir is removed, too, unless another start of the run has logs there.
-    """
-    if not HydraConfig.initialized():
-        return
-    logs = Path(HydraConfig.get().runtime.output_dir)  # SAVE_DIR/hydra/DATE in our recipes
-    all_logs = logs.parent
-    save_dir = all_logs.parent
-    if all_logs.name != "hydra" or {path.name for path in save_dir.iterdir()} - {all_logs.name, LOCK}:
-        return
-    shutil.rmtree(logs)
-    with contextlib.suppress(OSError):  # raised if there are logs of another start, which may be running
-        all_logs.rmdir()
-        (save_dir / LOCK).unlink(missing_ok=True)
-        save_dir.rmdir()
 
 
 @contextlib.contextmanager

@@ -3,9 +3,11 @@
 configs/ is next to the package in a checkout, and inside the package in an installed wheel.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 
 from lln_fairseq.errors import UserError
@@ -47,6 +49,13 @@ def attention_of_layout(name: str) -> tuple[str, dict[str, Any], str | None]:
             f"{attention} and its options instead"
         )
     return attention, options, softmax_layers
+
+
+def format_override(option: str, value: str | Path) -> str:
+    """Return the override `option=value`. The value is quoted if it has characters that Hydra would interpret."""
+    if re.fullmatch(r"[\w./-]+", str(value)):
+        return f"{option}={value}"
+    return f"{option}={QuotedString(str(value), Quote.single).with_quotes()}"
 
 
 def check_recipe(directory: Path, name: str | None) -> None:

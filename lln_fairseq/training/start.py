@@ -35,7 +35,6 @@ from fairseq.trainer import Trainer
 from torch.multiprocessing import ProcessExitedException
 
 from lln_fairseq import command
-from lln_fairseq.checkpoints import saving
 from lln_fairseq.checkpoints.compatibility import check_compatibility
 from lln_fairseq.checkpoints.config import KNOWN, config_yaml
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, plugin_state
@@ -43,7 +42,7 @@ from lln_fairseq.checkpoints.run_tokenizer import save_tokenizer
 from lln_fairseq.errors import UserError
 from lln_fairseq.files import write_bytes
 from lln_fairseq.training import settings, worker
-from lln_fairseq.training.exit import exit_with_one_line, remove_logs_of_refused_run
+from lln_fairseq.training.exit import exit_with_one_line
 from lln_fairseq.training.hooked_task import HookedTask
 from lln_fairseq.training.malloc import disable_malloc_trim
 from lln_fairseq.training.nan_report import explain_nan
@@ -82,7 +81,6 @@ def start_run(run_in_worker: Callable, original: Callable, cfg: Any, main: Calla
         with worker.lock_save_dir(cfg):
             return original(cfg, functools.partial(run_in_worker, main), *args, **kwargs)
     except ProcessExitedException as error:  # the worker has printed its error
-        remove_logs_of_refused_run()
         raise SystemExit(error.exit_code) from None
 
 
@@ -122,8 +120,8 @@ def prepare_training(original: Callable, cfg: Any, trainer: Trainer, **kwargs: A
     too.
 
     Unless --no-save is set, the first worker writes SAVE_DIR/tokenizer/, from which it removes the files of an earlier
-    task. Then, for a complete run, it can delete an interval checkpoint, see `saving.remove_superseded`. For any other
-    run, it writes SAVE_DIR/config.yaml. It also writes the settings to --tensorboard-logdir, and logs the summary.
+    task, and, unless the run is complete, SAVE_DIR/config.yaml. It also writes the settings to --tensorboard-logdir,
+    and logs the summary.
     """
     settings.check_restore_file(trainer.cfg)
     settings.split_global_batch(trainer.cfg)  # not earlier: now, the number of workers is known
@@ -143,8 +141,6 @@ def prepare_training(original: Callable, cfg: Any, trainer: Trainer, **kwargs: A
     if reason:
         logger.info(f"{cfg.save_dir} is complete: {reason}")
         trainer.cfg.optimization.max_epoch = -1
-        if saves:
-            saving.remove_superseded(cfg)
         return extra_state, iterator
     if is_first and trainer.cfg.common.tensorboard_logdir:
         write_configuration(trainer.cfg)

@@ -7,6 +7,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lln_fairseq.errors import UserError
+from lln_fairseq.training.recipes import format_override
 from scripts import train_tasks
 
 PATHS = ("runs/a_b/checkpoint.pt", "runs/common.seed=1,x y/it's", "back\\slash/", "[a]{b}:c")
@@ -101,7 +102,7 @@ def test_scores_are_kept_until_the_checkpoint_changes(tmp_path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_override_round_trips_a_path(path):
-    override = train_tasks.format_override("checkpoint.save_dir", path)
+    override = format_override("checkpoint.save_dir", path)
 
     assert OverridesParser.create().parse_override(override).value() == path
     assert train_tasks.last_value("checkpoint.save_dir", ["checkpoint.save_dir=other", override, "x=1"]) == path

@@ -1,7 +1,6 @@
 """A resumed run continues exactly, a complete run trains no further, and what cannot be resumed is an error."""
 
 import logging
-import shutil
 
 import pytest
 import torch
@@ -102,33 +101,6 @@ def test_complete_run_trains_no_further(limit, reason, corpus, tmp_path, monkeyp
     assert second_log["train"] == []
     assert f"a is complete: {reason}" in caplog.text
     assert checkpoint.read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("extra", "kept"),
-    [
-        # One checkpoint too many remains if the training was killed before it removed the oldest.
-        (("checkpoint_1_0.pt",), ()),
-        # Two too many come from a run that was configured to keep more.
-        (("checkpoint_1_0.pt", "checkpoint_2_0.pt"), ("checkpoint_1_0.pt", "checkpoint_2_0.pt")),
-    ],
-    ids=["one", "two"],
-)
-def test_complete_run_removes_superseded_checkpoint(extra, kept, corpus, tmp_path, monkeypatch):
-    run = tmp_path / "a"
-    limits = split_options("--max-update 3 --save-interval-updates 1 --keep-interval-updates 2")
-    run_options = (*MASKED_LM, *LLN, *limits)
-    train(monkeypatch, tmp_path / "a.log", corpus, run, *run_options)
-    before = {path.name: path.read_bytes() for path in run.glob("*.pt")}
-    for name in (*extra, "checkpoint_other.pt"):
-        shutil.copy(run / "checkpoint_1_2.pt", run / name)
-
-    train(monkeypatch, tmp_path / "b.log", corpus, run, *run_options)
-
-    after = {path.name: path.read_bytes() for path in run.glob("*.pt")}
-    assert set(after) == {*before, *kept, "checkpoint_other.pt"}
-    for name, content in before.items():
-        assert after[name] == content, name
 
 
 def test_restore_file_does_not_overwrite_existing_run(corpus, task_data, tmp_path, monkeypatch):
