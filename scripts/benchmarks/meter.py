@@ -87,7 +87,8 @@ def attention_options(name: str) -> dict[str, Any]:
 def device_name(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
-    return f"CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'s' * (threads > 1)}"
 
 
 def captured(run: Callable[[], object]) -> Callable[[], object] | None:
