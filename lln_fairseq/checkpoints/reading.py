@@ -136,16 +136,13 @@ def load_plain_data(path: str, mmap: bool = True) -> Any:
 
 
 def _torch_load(path: str, mmap: bool) -> Any:
-    """Call torch.load. Do without mmap if the file's format or the encoding of the path does not allow it."""
+    """Call torch.load. Do without mmap if the file's format does not allow it."""
     try:
         return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     except RuntimeError as error:
         if not mmap or "mmap" not in str(error):
             raise
         return torch.load(path, map_location="cpu", weights_only=True)
-    except UnicodeEncodeError:  # torch opens only paths that are UTF-8; under a POSIX locale, "é" is not
-        with open(path, "rb") as file:
-            return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _loading_reason(error: Exception) -> str:

@@ -29,7 +29,6 @@ class RowSampler:
         self.ends = lengths[self.order].cumsum()  # tokens up to and including each row in this order
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return len(self.lengths)
 
     def draw_numbers(self, tokens: int, longest: int, generator: torch.Generator) -> np.ndarray:
