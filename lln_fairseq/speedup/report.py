@@ -31,14 +31,13 @@ def summarize(search: Search, entry: Entry | None, final: dict[str, Any] | None,
         f"rows (95 % interval of the drop: {final['drop']:.1f} ± {final['half_width']:.1f})"
     )
     speed = f"{final['times_as_fast']:.2f} times as fast ({before:.1f} -> {after:.1f} ms for {tokens})"
-    if not chosen and final["drop"] <= final["limit"]:
-        return f"no: {entry.model} in {entry.runtime} is only {speed}; {quality}"
-    if not chosen:
-        return f"no: {entry.model} in {entry.runtime} is {speed}, but loses too much: {quality}"
-    doubt = ""
     if final["half_width"] > final["limit"]:
-        doubt = ", too few rows to be sure"
-    return f"yes: {entry.model} in {entry.runtime} is {speed}; {quality}{doubt}"
+        quality += ", too few rows to be sure"
+    if chosen:
+        return f"yes: {entry.model} in {entry.runtime} is {speed}; {quality}"
+    if final["drop"] <= final["limit"]:
+        return f"no: {entry.model} in {entry.runtime} is only {speed}; {quality}"
+    return f"no: {entry.model} in {entry.runtime} is {speed}, but loses too much: {quality}"
 
 
 def _nearest(search: Search) -> str:

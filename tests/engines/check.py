@@ -51,7 +51,9 @@ def run_ray(mapper: type, options: dict[str, Any], folder: Path, workers: int) -
 
     if not ray.is_initialized():  # with a core for reading, because the workers of a pool keep theirs
         ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
-    ray.data.DataContext.get_current().enable_progress_bars = False
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.target_max_block_size = 2**20  # a block is what a worker gets, by default of up to 128 MiB: all rows
     rows = ray.data.read_parquet(str(folder / "rows"))
     mapped = rows.map_batches(
         mapper, fn_constructor_kwargs=options, batch_size=BATCH_ROWS, compute=ray.data.ActorPoolStrategy(size=workers)
