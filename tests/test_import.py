@@ -51,6 +51,8 @@ def test_operations_and_attentions_need_only_torch():
     run_python(f"""
 {ONLY_TORCH}
 assert {{"numpy", "fairseq", "scipy"}} <= blocked
+import lln_fairseq.ops.lln
+assert "torch._dynamo" not in sys.modules  # the compiler takes long to import
 {example}
 from lln_fairseq.attention import ATTENTION_REGISTRY, build_attention
 for name in ATTENTION_REGISTRY:
@@ -59,19 +61,14 @@ assert state() == before
 """)
 
 
-def test_importing_package_imports_nothing_else_and_register_keeps_root_logger():
+def test_importing_package_imports_nothing_else_and_keeps_root_logger():
+    """A spawned process that receives a model imports the module of its class first."""
     run_python("""
 import lln_fairseq
 assert set(sys.modules) - loaded == {"lln_fairseq"}
-lln_fairseq.register()
-lln_fairseq.register()
-assert state()[:2] == before[:2]
-""")
-
-
-def test_importing_inference_keeps_root_logger():
-    """A spawned process that receives a model imports the module of its class first."""
-    run_python("""
 import lln_fairseq.inference.text_model
+assert state()[:2] == before[:2]
+lln_fairseq.register()
+lln_fairseq.register()
 assert state()[:2] == before[:2]
 """)

@@ -49,6 +49,7 @@ from tests.ops.mixes import (
     plain,
 )
 
+OPERATOR = "lln_fairseq.hybrid_attention"
 every_mix = pytest.mark.parametrize("mix", [*TESTED_MIXES, GLOBAL])
 lln_and_average = pytest.mark.parametrize("mix", TESTED_MIXES[:2])
 
@@ -152,7 +153,7 @@ def test_alpha_and_beta_can_be_numbers_of_any_sign(factors, mix, backend):
 
 @every_mix
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", with_representatives(HALF_SHAPES, HALF_SHAPES[0]), ids=str)
+@pytest.mark.parametrize("shape", with_representatives(HALF_SHAPES, HALF_SHAPES[3]), ids=str)
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_half_precision_is_no_worse_than_plain_pytorch(backend, shape, dtype, mix):
     length, dim, block = shape
@@ -191,7 +192,7 @@ def test_extreme_inputs_stay_finite(backend, dtype, mix):
 @pytest.mark.parametrize("mix", TESTED_MIXES)  # global tokens use torch's fused softmax, which is not finite here
 @pytest.mark.parametrize("scale", [1e5, 1e15])
 def test_matched_factors_keep_huge_inputs_finite(mix, scale, backend):
-    q, k, v = (x.requires_grad_() for x in random_qkv(length=40, scale=scale, device=device_of(backend)))
+    q, k, v = (x.requires_grad_() for x in random_qkv(1, 2, 20, scale=scale, device=device_of(backend)))
     out = attend(mix, backend)(q, k, v, None, None)
     assert out.isfinite().all()
     assert all(x.isfinite().all() for x in torch.autograd.grad(out.mean() / scale, (q, k, v)))
@@ -201,28 +202,32 @@ def test_matched_factors_keep_huge_inputs_finite(mix, scale, backend):
 
 # ---- layouts, batches and padding ----
 
-LAYOUTS = {
-    "tokens first": lambda x: x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
-    "features apart": lambda x: x.mT.contiguous().mT,
-    "part of a wider tensor": lambda x: torch.cat((x, x), dim=-1)[..., : x.shape[-1]],
-}
+FEATURES_APART = [  # layouts with three different strides
+    lambda x: x.mT.contiguous().mT,
+    lambda x: torch.cat((x, x), dim=2).mT.contiguous().mT[:, :, : x.shape[2]],
+    lambda x: x.permute(1, 3, 0, 2).contiguous().permute(2, 0, 3, 1),
+]
+
+
+def tokens_first(x):
+    return x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
 
 
 @every_mix
 def test_layout_and_rest_of_batch_do_not_change_results(mix, backend):
     device = device_of(backend)
-    tensors = inputs(mix, heads=2, length=50, device=device)
-    mask = holes(2, 50, device)
+    tensors = inputs(mix, heads=2, length=40, device=device)
+    mask = holes(2, 40, device)
     # torch's matrix products, which also compute the rows of global tokens, depend on the layout; our kernels do not.
     tolerance = 1e-5 if backend == "torch" or mix == GLOBAL else 0
     expected = output_and_gradients(attend(mix, backend, mask), tensors)
 
-    for layout in LAYOUTS.values():
-        changed = [layout(x) if x.dim() == 4 else x for x in tensors]
-        actual = output_and_gradients(attend(mix, backend, mask), changed)
+    features_apart = [layout(x) for layout, x in zip(FEATURES_APART, tensors[:3], strict=True)]
+    parts_of_wider_tensors = [tokens_first(torch.cat((x, x), dim=-1))[..., : x.shape[-1]] for x in tensors[:3]]
+    for changed in (features_apart, parts_of_wider_tensors):
+        actual = output_and_gradients(attend(mix, backend, mask), [*changed, *tensors[3:]])
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-    tokens_first = [LAYOUTS["tokens first"](x) for x in tensors[:3]]
-    assert attend(mix, backend, mask)(*tokens_first, *tensors[3:]).stride() == tokens_first[0].stride()
+    assert actual[0].stride() == tokens_first(tensors[0]).stride()
 
     second_sample = [x[1:2] if x.dim() > 1 else x for x in tensors]
     out = attend(mix, backend, mask[1:2])(*second_sample)
@@ -300,7 +305,7 @@ def test_derivatives_equal_finite_differences(mix):
     mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])  # blocks without, with and of only padding
     function = attend(mix, "torch", mask, block=2)
     assert torch.autograd.gradcheck(function, tensors)
-    assert torch.autograd.gradgradcheck(function, tensors)
+    assert torch.autograd.gradgradcheck(function, tensors, fast_mode=True)
 
 
 def test_second_derivatives_of_dependent_inputs_are_separate(backend):
@@ -417,8 +422,9 @@ def test_model_can_be_traced_and_exported(name, options):
     expected = model.eval()(x)
     calibration_table.cache_clear()
     traced = torch.jit.trace(model, x)  # makes two traces and compares them
-    exported = torch.export.export(copy.deepcopy(model), (x,)).module()
-    for converted in (traced, exported):
+    exported = torch.export.export(copy.deepcopy(model), (x,))
+    assert OPERATOR not in str(exported.graph)  # whoever loads the program may not have this package
+    for converted in (traced, exported.module()):
         assert relative_rms(converted(x), expected) <= FLOAT32_FORWARD
     traced(x).square().sum().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
