@@ -4,11 +4,13 @@ import gc
 import logging
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from lln_fairseq.ops import moment_matching
 from lln_fairseq.training.malloc import disable_malloc_trim
 from tests.shortcuts import install_shortcuts
 
@@ -54,6 +56,16 @@ def task_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.fairseq_runs import make_classification
 
     return make_classification(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="module")
+def quick_table():
+    """Let the simulation of a calibrated table that is not shipped use fewer tokens than by default."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moment_matching, "simulate_table", partial(moment_matching.simulate_table, tokens=256, heads=2))
+        moment_matching.calibration_table.cache_clear()
+        yield
+    moment_matching.calibration_table.cache_clear()
 
 
 @pytest.fixture

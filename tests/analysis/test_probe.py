@@ -1,12 +1,9 @@
 """Recording, ablation and the probe: the measurements are those of the model, which they leave as it was."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
-from fairseq.data import Dictionary
-from omegaconf import OmegaConf
 from torch.utils.tensorboard import SummaryWriter
 
 from lln_fairseq.analysis import layer_scalars, measure
@@ -14,23 +11,15 @@ from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.analysis.probe import Probe, ablated, record_layers
 from lln_fairseq.analysis.rank_collapse import relative_residual
 from lln_fairseq.attention import ATTENTION_REGISTRY
-from lln_fairseq.models.lln_roberta import LLNRobertaModel
-from tests.fairseq_runs import WORDS
 from tests.helpers import with_representatives
-
-SIZE = dict(encoder_layers=3, encoder_embed_dim=32, encoder_ffn_embed_dim=64, encoder_attention_heads=2)
+from tests.models.small_model import build_model
 
 
 def make_model(attention="lln_diag", **options):
     """Return a small RoBERTa, and a batch of two sequences, the second with padding."""
-    dictionary = Dictionary()
-    for word in WORDS:
-        dictionary.add_symbol(word)
-    torch.manual_seed(0)
-    task = SimpleNamespace(source_dictionary=dictionary, max_positions=lambda: 64)
-    model = LLNRobertaModel.build_model(OmegaConf.create(SIZE | {"attention": attention} | options), task)
-    tokens = torch.randint(4, len(dictionary), (2, 50))
-    tokens[1, 30:] = dictionary.pad()
+    model = build_model(**{"attention": attention, "encoder_layers": 3} | options)
+    tokens = torch.randint(4, 60, (2, 50))
+    tokens[1, 30:] = 1
     return model, {"src_tokens": tokens, "src_lengths": torch.tensor([50, 30])}
 
 

@@ -125,13 +125,6 @@ def test_analyze_takes_a_fine_tuned_model(tmp_path, monkeypatch, capsys):
     assert f"split 'train' of {data}: 16 sequences" in table
 
 
-def assert_error_of_one_line(result, message):
-    code, _, stderr = result
-    assert code == 1
-    assert stderr.count("\n") == 1
-    assert re.search(f"^error: .*{message}", stderr), stderr
-
-
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
@@ -143,7 +136,10 @@ def assert_error_of_one_line(result, message):
 def test_wrong_option_is_rejected(option, value, message, trained, tmp_path, monkeypatch, capsys):
     data, checkpoints = trained
     monkeypatch.chdir(tmp_path)
-    assert_error_of_one_line(run_analyze(capsys, checkpoints["softmax"], data, option, value), message)
+    code, _, stderr = run_analyze(capsys, checkpoints["softmax"], data, option, value)
+    assert code == 1
+    assert stderr.count("\n") == 1
+    assert re.search(f"^error: .*{message}", stderr), stderr
 
 
 def test_sequence_longer_than_the_model_is_rejected(trained):

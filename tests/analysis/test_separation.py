@@ -1,23 +1,12 @@
 """The paper's claim at its default parameters, LLN in comparison, and parameters for which separation must fail."""
 
-import functools
 import math
 
 import pytest
 
 from lln_fairseq.analysis.separation import cross_attention, self_attention, softmax_regression
-from lln_fairseq.ops import moment_matching
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_table():
-    """Simulate the calibrated table of head dimension 12 with fewer tokens than by default."""
-    with pytest.MonkeyPatch.context() as patch:
-        quick = functools.partial(moment_matching.simulate_table, tokens=256, heads=2)
-        patch.setattr(moment_matching, "simulate_table", quick)
-        moment_matching.calibration_table.cache_clear()
-        yield
-    moment_matching.calibration_table.cache_clear()
+pytestmark = pytest.mark.usefixtures("quick_table")
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,13 @@ def predict(capsys, *arguments):
     return code, printed.out, printed.err
 
 
+def encode(capsys, *arguments):
+    """Run `lln-fairseq encode` and return its exit code, standard output and standard error."""
+    code = main(["encode", *map(str, arguments)])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
 def labels_of(predictions):
     return [prediction.label for prediction in predictions]
 
@@ -812,13 +819,6 @@ def test_long_line_after_predictions_is_named():
         list(prediction_lines(Model(), lines, "error"))
 
 
-def encode(capsys, *arguments):
-    """Run `lln-fairseq encode` and return its exit code, standard output and standard error."""
-    code = main(["encode", *map(str, arguments)])
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
-
-
 @pytest.mark.parametrize("options", [{}, {"pooling": "max", "normalize": True}])
 def test_every_line_gives_one_row(options, runs, loaded, tmp_path, capsys, caplog):
     texts = ["film\tstory", "", "naïve 你", LONG] * 30
@@ -839,27 +839,6 @@ def test_every_line_gives_one_row(options, runs, loaded, tmp_path, capsys, caplo
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out.npy"]
 
 
-@pytest.mark.parametrize(
-    ("content", "arguments", "message"),
-    [
-        (f"film\n\n{LONG}\n".encode(), ["--on-long", "error"], "line 3 has 72 tokens, but the model takes at most 64"),
-        (b"good\nb\xff\n", [], "line 2: not UTF-8"),
-    ],
-)
-def test_bad_line_is_reported_and_vectors_are_kept(content, arguments, message, runs, tmp_path, capsys):
-    (tmp_path / "in").write_bytes(content)
-    (tmp_path / "out.npy").write_text("old")
-
-    code, output, errors = encode(
-        capsys, runs["lm"], "--input", tmp_path / "in", "--output", tmp_path / "out.npy", *arguments
-    )
-
-    assert (code, output, errors.count("\n")) == (1, "", 1)
-    assert message in errors
-    assert (tmp_path / "out.npy").read_text() == "old"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out.npy"]
-
-
 def test_empty_file_gives_no_vectors(runs, tmp_path, capsys):
     (tmp_path / "in").write_text("")
     assert encode(capsys, runs["lm"], "--input", tmp_path / "in", "--output", tmp_path / "out.npy")[0] == 0
@@ -872,24 +851,27 @@ def test_vectors_are_not_written_to_a_device(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("program", "name", "content", "message"),
     [
-        ("SST-2", b"a film\ta story\n", "line 1 must be one text without tabs, got 2 columns"),
-        ("RTE", b"a\tb\n\nalone\n", "line 3 must be two texts separated by a tab, got 1 columns"),
-        ("SST-2", b"good\nb\xff\n", "line 2: not UTF-8"),
+        (predict, "SST-2", b"a film\ta story\n", "line 1 must be one text without tabs, got 2 columns"),
+        (predict, "RTE", b"a\tb\n\nalone\n", "line 3 must be two texts separated by a tab, got 1 columns"),
+        (predict, "SST-2", b"good\nb\xff\n", "line 2: not UTF-8"),
+        (encode, "lm", b"good\nb\xff\n", "line 2: not UTF-8"),
+        (encode, "lm", f"film\n\n{LONG}\n".encode(), "line 3 has 72 tokens, but the model takes at most 64"),
     ],
 )
-def test_bad_line_is_reported_and_output_is_kept(name, content, message, runs, tmp_path, capsys):
+def test_bad_line_is_reported_and_output_is_kept(program, name, content, message, runs, tmp_path, capsys):
     (tmp_path / "in").write_bytes(content)
     (tmp_path / "out").write_text("old")
+    files = ("--input", tmp_path / "in", "--output", tmp_path / "out")
 
-    code, output, errors = predict(capsys, runs[name], "--input", tmp_path / "in", "--output", tmp_path / "out")
+    code, output, errors = program(capsys, runs[name], *files, "--on-long", "error")
 
     assert (code, output, errors.count("\n")) == (1, "", 1)
     assert errors.startswith("error: ")
     assert message in errors
     assert (tmp_path / "out").read_text() == "old"
-    assert not list(tmp_path.glob("*.part"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
 def test_streams_that_the_shell_has_closed_are_one_line(monkeypatch):

@@ -372,17 +372,11 @@ def test_stages_can_be_added_to_a_finished_run(teacher, tmp_path, capsys):
     actual = parameters_of(tmp_path / "out" / "model.pt")
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
-    assert run(path, data, tmp_path / "out", *OPTIONS, "--softmax-layers", "1", "--distill", 3) == 1
-    assert "holds a run with --softmax-layers 0, now 1: give another OUT" in capsys.readouterr().err
-
-
-def test_softmax_layers_are_not_forgotten(teacher, tmp_path, capsys):
-    path, data = teacher
-    assert run(path, data, tmp_path / "out", *OPTIONS, "--softmax-layers", "0") == 0
-
-    assert run(path, data, tmp_path / "out", *OPTIONS, "--distill", 3) == 1
-
-    assert "holds a run with --softmax-layers 0, now none: give another OUT" in capsys.readouterr().err
+    for layers, now in ((("--softmax-layers", "1"), "1"), ((), "none")):
+        assert run(path, data, tmp_path / "out", *OPTIONS, *layers, "--distill", 3) == 1
+        assert f"holds a run with --softmax-layers 0, now {now}: give another OUT" in capsys.readouterr().err
+    assert run(path, data, tmp_path / "out", *OPTIONS, "--softmax-layers", "0") == 1
+    assert "holds a run with --distill 3, now 0: give another OUT" in capsys.readouterr().err
 
 
 def test_blocks_of_softmax_have_no_transfer(teacher, tmp_path, capsys):

@@ -3,8 +3,6 @@
 import pytest
 import torch
 from fairseq.data.data_utils import load_indexed_dataset
-from fairseq.tasks import setup_task
-from omegaconf import OmegaConf
 from torch._dynamo.utils import counters
 
 from lln_fairseq.analysis import measure
@@ -25,6 +23,7 @@ from tests.fairseq_runs import (
     train,
 )
 from tests.models import small_model
+from tests.tasks.test_tasks import make_classifier
 
 BOS, PAD, EOS = 0, 1, 2
 GLOBAL = dict(attention="lln_diag", lln_diag_mix="joint_offset", lln_diag_block_size=8)
@@ -207,18 +206,11 @@ def test_run_trains_and_loads(pair_data, tmp_path, monkeypatch):
         assert row[length - 1 : length + 1] == [EOS, EOS]
 
 
-def load_split(data, **options):
-    """Return the rows of the split "valid", cut to 20 tokens, as one batch in their order, and the task."""
-    options = {"separator_token": EOS, "shorten_method": "truncate", "no_shuffle": True} | options
-    config = {"_name": "lln_sentence_prediction", "data": str(data), "num_classes": 2, "init_token": BOS}
-    config |= {"max_positions": 20, "regression_target": False, "seed": 1, **options}
-    task = setup_task(OmegaConf.create(config))
-    dataset = task.load_dataset("valid")
-    return dataset.collater([dataset[row] for row in range(len(dataset))]), task
-
-
 def test_cut_rows_keep_their_first_segments(pair_data):
-    batch, _ = load_split(pair_data)
+    options = {"separator_token": EOS, "shorten_method": "truncate", "no_shuffle": True, "max_positions": 20}
+    task = make_classifier("lln_sentence_prediction", pair_data, init_token=BOS, **options)
+    dataset = task.load_dataset("valid")
+    batch = dataset.collater([dataset[row] for row in range(len(dataset))])
     model = build_model(**FIRST_SEGMENT)
     lengths = record_lengths(model)
     model(**batch["net_input"], features_only=True)

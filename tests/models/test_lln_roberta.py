@@ -31,12 +31,6 @@ ROOT = Path(__file__).parents[2]
 USER_DIR = ("--user-dir", ROOT / "lln_fairseq")
 
 
-def load_last_checkpoint(directory):
-    """Load the model and the task of a run with fairseq."""
-    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([str(directory / "checkpoint_last.pt")])
-    return model, task
-
-
 def test_softmax_trains_exactly_like_stock_roberta(corpus, tmp_path, monkeypatch):
     options = (*MASKED_LM, "--required-batch-size-multiple", 1)
     stock_options = (*options, "--arch", "roberta", *USER_DIR)
@@ -52,17 +46,9 @@ def test_softmax_trains_exactly_like_stock_roberta(corpus, tmp_path, monkeypatch
 def test_every_attention_trains_and_loads(attention, corpus, tmp_path, monkeypatch):
     log = train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *MASKED_LM, *LLN, "--attention", attention)
     assert len(log["train"]) == 3
-    model, _ = load_last_checkpoint(tmp_path / "a")
+    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "a" / "checkpoint_last.pt")])
     module = model.encoder.sentence_encoder.layers[0].self_attn.attention
     assert type(module) is ATTENTION_REGISTRY[attention].cls
-
-
-def test_encoder_places_every_attention_in_its_layer(corpus, tmp_path, monkeypatch):
-    options = (*MASKED_LM, *LLN, "--attention", "transnormer_t1", "--encoder-layers", 5, "--checkpoint-activations")
-    train(monkeypatch, tmp_path / "a.log", corpus, tmp_path / "a", *options)
-    model, _ = load_last_checkpoint(tmp_path / "a")
-    layers = model.encoder.sentence_encoder.layers
-    assert [layer.self_attn.attention.is_local for layer in layers] == [True, True, False, False, False]
 
 
 def test_resumed_run_draws_the_same_random_features(corpus, tmp_path, monkeypatch):

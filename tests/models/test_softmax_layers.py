@@ -55,8 +55,9 @@ def test_named_layers_have_softmax(attention, text, layers):
     assert attention_names(model) == expected
 
 
-def test_other_layers_keep_their_place():
-    model = build_model(attention="transnormer_t1", encoder_layers=4, softmax_layers="0")
+@pytest.mark.parametrize("options", [{}, {"checkpoint_activations": True}])
+def test_other_layers_keep_their_place(options):
+    model = build_model(attention="transnormer_t1", encoder_layers=4, softmax_layers="0", **options)
     layers = model.encoder.sentence_encoder.layers
     assert [layer.self_attn.attention.is_local for layer in layers[1:]] == [True, False, False]
 

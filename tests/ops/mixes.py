@@ -1,9 +1,11 @@
 """LLN and the mixes of LLN+Diag as functions of their tensors, with float64 oracles and half-precision references."""
 
+import pytest
 import torch
 
 from lln_fairseq.ops import reference
-from lln_fairseq.ops.formula import BlockKinds, outside_mass, outside_weight
+from lln_fairseq.ops.backends import load_backend
+from lln_fairseq.ops.formula import JOINT, BlockKinds, Spec, outside_mass, outside_weight
 from lln_fairseq.ops.lln import lln_attention, lln_diag_attention
 from tests.helpers import FLOAT32_FORWARD, FLOAT32_GRADIENT, random_padding, random_qkv, relative_rms
 
@@ -17,6 +19,17 @@ BLOCK = 16
 
 def device_of(backend):
     return "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+
+
+def backend_or_skip(name, dtype=torch.float32):
+    """Return the name of a backend, or skip the test if the backend cannot run here."""
+    device = device_of(name)
+    q = torch.empty(1, 1, 1, 32, dtype=dtype, device=device)
+    if reason := load_backend(name).reason_against(Spec(JOINT, BLOCK, max_global=GLOBAL_TOKENS), q):
+        pytest.skip(reason)
+    if (name, dtype, device) == ("triton", torch.bfloat16, "cpu"):
+        pytest.skip("the interpreter of Triton computes bfloat16 incorrectly")
+    return name
 
 
 def inputs(mix, batch=2, heads=1, length=40, dim=32, dtype=torch.float32, scale=1.0, device="cpu"):

@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from lln_fairseq.ops import reference
-from lln_fairseq.ops.backends import load_backend
 from lln_fairseq.ops.block_diag import block_diag_attention
-from lln_fairseq.ops.formula import JOINT, Spec
 from lln_fairseq.ops.lln import lln_diag_attention
 from tests.helpers import FLOAT32_FORWARD, poison_empty, random_qkv, relative_rms
 from tests.ops.mixes import (
@@ -26,16 +24,7 @@ from tests.ops.mixes import (
 
 MIX = "joint_offset"
 PER_SEQUENCE = torch.tensor([7, 0, 21])
-SPEC = Spec(JOINT, BLOCK, max_global=5)
 MORE_THAN_N = 1000
-
-
-@pytest.fixture(params=["torch", "cpu", "triton"])
-def backend(request):
-    q = torch.empty(1, 1, 1, 32, device=device_of(request.param))
-    if reason := load_backend(request.param).reason_against(SPEC, q):
-        pytest.skip(reason)
-    return request.param
 
 
 def left_padding(batch, length):

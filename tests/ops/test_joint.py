@@ -4,18 +4,10 @@ import pytest
 import torch
 
 from lln_fairseq.ops import formula, reference
-from lln_fairseq.ops.backends import load_backend
 from lln_fairseq.ops.formula import JOINT, Inputs, Spec
 from lln_fairseq.ops.lln import lln_diag_attention
 from tests.helpers import random_qkv, relative_rms
 from tests.ops.mixes import BLOCK, OFFSETS, assert_float32_accuracy, attend, oracle, output_and_gradients
-
-
-@pytest.fixture(params=["torch", "cpu", "triton"])
-def backend(request):
-    if reason := load_backend(request.param).reason_against(Spec(JOINT, BLOCK), torch.empty(1, 1, 1, 32)):
-        pytest.skip(reason)
-    return request.param
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from lln_fairseq.ops.backends.triton import tiles as package_tiles
-from lln_fairseq.ops.backends.triton.tiles import TILES, Tile
+from lln_fairseq.ops.backends.triton.tiles import Tile
 from scripts.benchmarks import tiles
 
 CANDIDATE = Tile(128, 2, 5)
@@ -48,22 +48,6 @@ def test_candidate_replaces_tile_of_one_kernel_only_inside(launched, kernel):
 
     assert launched
     assert not any({name: x.get(name) for name in settings} == settings for x in launched)
-
-
-def test_times_are_those_of_the_tiles(monkeypatch):
-    monkeypatch.setattr(tiles, "make_call", lambda kernel, length, args: TILES[kernel][0])
-    monkeypatch.setattr(tiles, "captured", lambda tile: tile)
-    monkeypatch.setattr(
-        tiles, "interleaved", lambda runs, device, repeats: {tile: [tile.rows, tile.rows + 1, 1000] for tile in runs}
-    )
-    args = tiles.parse_arguments(["--lengths", "512", "1024"])
-    candidates = [Tile(64, 4, 1), Tile(32, 4, 2), Tile(128, 8, 1)]
-
-    rows = tiles.time_kernel("state", candidates, args)
-
-    assert rows == [(candidates[1], [33, 33]), (candidates[0], [65, 65]), (candidates[2], [129, 129])]
-    table = tiles.kernel_table(candidates[2], rows, args.lengths).splitlines()
-    assert table[-1].split() == ["in", "use", "128", "8", "1", "any", "129.0000", "129.0000"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="checks what happens without a GPU")

@@ -3,15 +3,13 @@
 import json
 
 import pytest
-from matplotlib.figure import Figure
 from torch.utils.tensorboard import SummaryWriter
 
-from lln_fairseq.analysis.events import Curve
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference import evaluate
 from lln_fairseq.provenance import read_commit
 from scripts import compare_attentions
-from scripts.compare_attentions import AttentionResults, comparison_table, plot_losses, read_results
+from scripts.compare_attentions import comparison_table, plot_losses, read_results
 from tests.fairseq_runs import forget_previous_run, hydra_train
 
 SMALL = (
@@ -98,22 +96,6 @@ def test_no_task_leaves_out_fine_tuning(tmp_path):
 
     assert compare_attentions.Overrides(args).tasks == []
     assert cells_by_first_word(comparison_table(results, [1]))["elu"] == "6.00 1"
-
-
-def test_points_of_one_validation_can_be_told_apart(tmp_path, monkeypatch):
-    results = []
-    for attention, loss in (("softmax", 6.41), ("elu", 6.42)):
-        result = AttentionResults(attention, valid={1: Curve([10], [loss]), 2: Curve([10], [loss + 0.02])})
-        results.append(result)
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-
-    plot_losses(tmp_path / "a.png", results)
-
-    (axes,) = drawn[0].axes
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["softmax: 6.420", "elu: 6.430"]
-    first, second = axes.lines
-    assert first.get_markersize() > second.get_markersize()
 
 
 def test_failed_run_is_not_in_the_results(tmp_path, monkeypatch, capsys):

@@ -1,29 +1,16 @@
 """Test that every figure is drawn, and that its numbers show what the paper states."""
 
 import csv
-import functools
 from collections import defaultdict
 
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from lln_fairseq.ops import moment_matching
-from scripts.figures import Panel, Sheet
 from scripts.figures import paper as paper_figures
 
+pytestmark = pytest.mark.usefixtures("quick_table")  # the separation figures have head dimension 12
 RUN_FIGURES = ["1", "8", "9", "10"]
 SIMULATED_FIGURES = [name for name in paper_figures.FIGURES if name not in RUN_FIGURES]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_table():
-    """Use a smaller simulation for the calibrated table of head dimension 12, which the separation figures need."""
-    with pytest.MonkeyPatch.context() as patch:
-        small = functools.partial(moment_matching.simulate_table, tokens=256, heads=2)
-        patch.setattr(moment_matching, "simulate_table", small)
-        moment_matching.calibration_table.cache_clear()
-        yield
-    moment_matching.calibration_table.cache_clear()
 
 
 def read_csv(path):
@@ -51,21 +38,6 @@ def test_simulated_figures_are_drawn(simulated, name):
     assert len(curves) >= 6
     for (panel, _), points in curves.items():
         assert len(points) > 1 or panel == "features d"
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "labels"), [(0.25, 5, ["0.5", "1", "2", "5"]), (1e-4, 0.3, ["0.0001", "0.001", "0.01", "0.1"])]
-)
-def test_logarithmic_axes_have_few_plain_labels(low, high, labels, tmp_path):
-    sheet = Sheet([Panel("", "x", "y", "log", "linear")])
-    sheet.line(0, "curve", [low, high], [0, 1])
-    sheet.save(tmp_path / "figure")
-    left, right = sheet.axes[0].get_xlim()
-    ticks = sheet.axes[0].get_xticks()
-    shown = [label.get_text() for tick, label in zip(ticks, sheet.axes[0].get_xticklabels(), strict=True)]
-    assert [label for tick, label in zip(ticks, shown, strict=True) if left <= tick <= right] == labels
-    assert not any(label.get_text() for label in sheet.axes[0].get_xticklabels(minor=True))
-    assert list(read_csv(tmp_path / "figure.csv")) == [("x", "curve")]
 
 
 @pytest.fixture(scope="module")
