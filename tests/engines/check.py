@@ -49,8 +49,8 @@ class MapperKilledOnce(TextMapper):
 def run_ray(mapper: type, options: dict[str, Any], folder: Path, workers: int) -> list[dict[str, Any]]:
     import ray
 
-    if not ray.is_initialized():  # with a core for reading, because the workers of a pool keep theirs
-        ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
+    if not ray.is_initialized():  # with a core to read, and one to leave out what a checkpoint has: workers keep theirs
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.target_max_block_size = 2**20  # a block is what a worker gets, by default of up to 128 MiB: all rows
