@@ -130,7 +130,8 @@ class ServedModel:
     @torch.no_grad()
     def compute(self, samples: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """Return the model's outputs for encodings, float32 (B, width)."""
-        inputs = self.pad(samples).to(self.device)
+        inputs: Any = self.pad([dict(sample) for sample in samples])
+        inputs = inputs.to(self.device)
         if self.is_encoder:
             outputs = self.model(dict(inputs))["sentence_embedding"].float()
         else:

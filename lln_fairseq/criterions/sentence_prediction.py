@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from fairseq.criterions import FairseqCriterion, register_criterion
 from fairseq.criterions.sentence_prediction import SentencePredictionConfig
 from fairseq.logging import metrics
-from torch import Tensor, nn
+from torch import Tensor
 
 from lln_fairseq.scores import ClassCounts, pearson, spearman
 
@@ -34,7 +34,7 @@ class LLNSentencePredictionCriterion(FairseqCriterion):
         self.head = cfg.classification_head_name
         self.regression = cfg.regression_target
 
-    def forward(self, model: nn.Module, sample: dict[str, Any], reduce: bool = True) -> tuple[Tensor, int, dict]:
+    def forward(self, model: Any, sample: dict[str, Any], reduce: bool = True) -> tuple[Tensor, int, dict]:
         """Return the loss summed over the rows of a batch, (), the number of rows, and the logging output.
 
         The sample must have targets. `reduce` is ignored: the loss is always summed.

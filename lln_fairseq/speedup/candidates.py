@@ -134,8 +134,10 @@ class Linearizer:
     def distance(self, model: Any) -> Distance:
         """Return the distance of a copy of the teacher from it, on the first COMPARED_ROWS rows."""
         numbers = np.arange(min(COMPARED_ROWS, len(self.rows)))
-        measure = kl_divergence if self.teacher.finetuned else relative_distance
-        if self.teacher.finetuned and not self.teacher.labels:
+        measure: Callable[[Tensor, Tensor], Tensor] = kl_divergence
+        if not self.teacher.finetuned:
+            measure = relative_distance
+        elif not self.teacher.labels:
             measure = F.mse_loss
 
         @torch.no_grad()

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lln_fairseq.files import write_bytes
 from lln_fairseq.provenance import describe_provenance, format_result
-from lln_fairseq.speedup.candidates import Candidate
 from lln_fairseq.speedup.quality import rows_needed
 from lln_fairseq.speedup.runtimes import BFLOAT16, ONNX_FILES
 from lln_fairseq.speedup.search import Entry, Search
@@ -28,7 +27,7 @@ def summarize(search: Search, entry: Entry | None, final: dict[str, Any] | None,
     after = final["milliseconds"]["model"]
     quality = (
         f"{final['metric']} {final['original']:.1f} -> {final['score']:.1f} on {final['rows']:,} held-out "
-        f"rows (95 % interval of the drop: {final['drop']:.1f} ± {final['half_width']:.1f})"
+        f"rows (change, 95 % interval: {-final['drop']:+.1f} ± {final['half_width']:.1f})"
     )
     speed = f"{final['times_as_fast']:.2f} times as fast ({before:.1f} -> {after:.1f} ms for {tokens})"
     if final["half_width"] > final["limit"]:
@@ -44,7 +43,7 @@ def _nearest(search: Search) -> str:
     """Return a sentence about the entry that came nearest."""
     scored = [entry for entry in search.entries[1:] if entry.drop is not None]
     if scored:
-        best = min(scored, key=lambda entry: entry.drop if math.isfinite(entry.drop or 0.0) else math.inf)
+        best = min(scored, key=_finite_drop)
         speed = search.milliseconds / best.milliseconds
         return f"The nearest is {best.name}: {speed:.1f} times as fast, and it loses {best.drop:.1f} points."
     timed = search.entries[1:]
@@ -52,6 +51,13 @@ def _nearest(search: Search) -> str:
         return "Nothing else could be tried."
     fastest = min(timed, key=lambda entry: entry.milliseconds)
     return f"The fastest is {fastest.name}, with {search.milliseconds / fastest.milliseconds:.2f} times the speed."
+
+
+def _finite_drop(entry: Entry) -> float:
+    """Return the drop, and infinity if there is none or it is not finite."""
+    if entry.drop is None or not math.isfinite(entry.drop):
+        return math.inf
+    return entry.drop
 
 
 def caveats(search: Search, final: dict[str, Any] | None) -> list[str]:
@@ -92,8 +98,9 @@ def commands(search: Search, entry: Entry) -> list[str]:
         model = "steps/stock"
     lines.append(["lln-fairseq", "convert", model, "steps/softmax", "--attention", "softmax"])
     exported = "steps/softmax/model.pt"
-    candidate: Candidate | None = entry.details.get("candidate")
-    if candidate is not None:
+    trial = entry.trial
+    if trial is not None:
+        candidate = trial.candidate
         data = "steps/rows"
         if args.texts:
             words = ["python", "-m", "data_prep.wikitext103", "--source", "FOLDER_WITH_WIKI_TRAIN_AND_VALID_RAW"]
@@ -105,7 +112,7 @@ def commands(search: Search, entry: Entry) -> list[str]:
             lines.append(words)
         options = [f"{key}={json.dumps(value).strip(chr(34))}" for key, value in candidate.options.items()]
         words = ["lln-fairseq", "linearize", exported, data, "steps/linear", "--attention", candidate.attention]
-        steps = str(entry.details.get("steps", 0))
+        steps = str(trial.steps or 0)
         words += ["--option", *options, "--steps", steps, "--distill", steps, "--seed", str(args.seed)]
         words += ["--tokens", str(search.linearizer.tokens)]
         if candidate.softmax_layers:
@@ -147,13 +154,13 @@ def write_reports(
 
 
 def _describe(entry: Entry) -> dict[str, Any]:
-    candidate: Candidate | None = entry.details.get("candidate")
+    trial = entry.trial
     row: dict[str, Any] = {"model": entry.model, "runtime": entry.runtime}
     row |= {"milliseconds": round(entry.milliseconds, 2), "memory_mb": entry.memory}
     row |= {"score": entry.score, "drop": entry.drop}
-    if candidate is not None:
-        row |= {"attention": candidate.attention, "options": candidate.options}
-        row |= {key: entry.details[key] for key in ("distance", "steps", "layers") if key in entry.details}
+    if trial is not None:
+        row |= {"attention": trial.candidate.attention, "options": trial.candidate.options}
+        row |= {"distance": trial.distance, "steps": trial.steps, "layers": trial.layers}
     return row
 
 

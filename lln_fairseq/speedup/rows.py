@@ -43,7 +43,7 @@ def read_labeled_rows(path: Path, columns: Columns) -> Rows:
 def read_text_rows(path: Path) -> Rows:
     """Read the texts of an encoder, one in each line that is not empty. Raises UserError if there are too few."""
     with path.open("rb") as stream:
-        texts = [(line,) for line in read_lines(stream, str(path)) if line.strip()]
+        texts: list[tuple[str, ...]] = [(line,) for line in read_lines(stream, str(path)) if line.strip()]
     return _require_enough(Rows(texts), path)
 
 

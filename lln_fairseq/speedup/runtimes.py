@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,8 +77,10 @@ def own_runtime(model: TextModel) -> Outputs:
 
     def outputs(texts: Sequence[tuple[str, ...]]) -> Tensor:
         if not model.finetuned:
-            return torch.stack(list(model.encode_each([line for (line,) in texts])))
-        rows = model._map_texts(texts, model.inputs, model._class_logits, on_long="truncate")
+            vectors = model.encode([line for (line,) in texts])
+            assert isinstance(vectors, Tensor)  # and not those of tokens
+            return vectors
+        rows: Any = model._map_texts(texts, model.inputs, model._class_logits, on_long="truncate")
         return torch.stack([logits for _, logits in rows])
 
     return outputs

@@ -4,8 +4,8 @@ import argparse
 import shutil
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,27 @@ FREE_COPIES = 12  # of the original, which the disk must have room for
 
 
 @dataclass
+class Trial:
+    """A candidate that was swapped in, and what that took.
+
+    Attributes:
+        candidate: the attention.
+        distance: of its outputs from the original's, before any training.
+        step_seconds: of a step of the stages "transfer" and "distillation".
+        seconds: that swapping, exporting and measuring it took.
+        steps: of each stage, once it is trained.
+        layers: that have softmax, once it is trained.
+    """
+
+    candidate: Candidate
+    distance: float
+    step_seconds: dict[str, float]
+    seconds: float
+    steps: int | None = None
+    layers: list[int] | None = None
+
+
+@dataclass
 class Entry:
     """A model in a runtime.
 
@@ -70,7 +91,7 @@ class Entry:
         milliseconds: per text.
         memory: of a call with the longest text, in MB.
         score, drop: of 100 points on the validation rows, and how many fewer than the original; None without a score.
-        details: what else the report says.
+        trial: of its candidate, the same in every runtime; None for the unchanged model.
     """
 
     model: str
@@ -80,7 +101,7 @@ class Entry:
     memory: float | None
     score: float | None = None
     drop: float | None = None
-    details: dict[str, Any] = field(default_factory=dict)
+    trial: Trial | None = None
 
     @property
     def name(self) -> str:
@@ -105,13 +126,15 @@ class Search:
             self.notes.append(f"Only the first {MOST_ROWS:,} of {len(rows):,} rows were used.")
         self.entries: list[Entry] = []
         self.qualities: dict[str, Metric] = {}
+        self.trials: dict[Candidate, Trial] = {}
+        self.plan: dict[str, int] = {}  # the steps of each stage, by the name of a candidate
         self.folder = journal.folder
         self.checkpoint = self.folder / "softmax" / CHECKPOINT
+        self._require_disk_space()
+        self._prepare()
 
     def run(self) -> Entry | None:
         """Return the fastest model that is good enough on the validation rows, or None."""
-        self._require_disk_space()
-        self.prepare()
         self.try_runtimes()
         self.try_attentions()
         return self.choose()
@@ -131,7 +154,7 @@ class Search:
 
     # The original and its rows
 
-    def prepare(self) -> None:
+    def _prepare(self) -> None:
         """Load the original, check and split the rows, and measure the original on them."""
         directory: Path = self.args.model
         if directory.is_file():
@@ -302,7 +325,7 @@ class Search:
         entries = []
         for runtime in runtimes:
             entry = Entry(name, runtime, directory, 0.0, None)
-            measured = self.journal.once(f"times of {entry.name}", lambda entry=entry: self._time_entry(entry))
+            measured = self.journal.once(f"times of {entry.name}", partial(self._time_entry, entry))
             entry.milliseconds, entry.memory = measured
             entries.append(entry)
         self.entries += entries
@@ -338,7 +361,8 @@ class Search:
             if self.left() < slowest:
                 self.notes.append(f"There was no time for {candidate.name}. More --minutes would allow it.")
                 continue
-            slowest = max(slowest, self.swap(candidate).details["seconds"])
+            self.swap(candidate)
+            slowest = max(slowest, self.trials[candidate].seconds)
             timed.append(candidate)
         selected = self.select(timed)
         for candidate in selected:
@@ -363,9 +387,10 @@ class Search:
         directory = folder / EXPORTED
         if result["runtimes"] == [OWN]:
             directory = folder / CHECKPOINT
+        self.trials[candidate] = Trial(candidate, result["distance"], result["step_seconds"], result["seconds"])
         entries = self.time_runtimes(candidate.name, directory, result["runtimes"])
         for entry in entries:
-            entry.details = {"candidate": candidate, **result}
+            entry.trial = self.trials[candidate]
         return min(entries, key=lambda entry: entry.milliseconds)
 
     def _export(self, folder: Path) -> list[str]:
@@ -391,10 +416,9 @@ class Search:
 
         The candidate must have been swapped in, which times its steps.
         """
-        entry = self.fastest_of(candidate)
-        training = STEPS * sum(entry.details["step_seconds"].values())
-        scoring = entry.milliseconds / 1000 * len(self.scored["valid"])
-        return training, entry.details["seconds"] + scoring
+        trial = self.trials[candidate]
+        scoring = self.fastest_of(candidate).milliseconds / 1000 * len(self.scored["valid"])
+        return STEPS * sum(trial.step_seconds.values()), trial.seconds + scoring
 
     def steps_for(self, candidates: Sequence[Candidate]) -> int:
         """Return how many steps of each stage there is time for, if all of these are trained; at most STEPS."""
@@ -412,7 +436,7 @@ class Search:
             faster = list(candidates)
         else:
             faster = [candidate for candidate in candidates if self.is_faster(self.fastest_of(candidate))]
-            faster.sort(key=lambda candidate: self.fastest_of(candidate).details["distance"])
+            faster.sort(key=lambda candidate: self.trials[candidate].distance)
             faster = faster[:TRAINED]
 
         def plan() -> dict[str, int]:
@@ -422,7 +446,7 @@ class Search:
             steps = self.steps_for(chosen) if chosen else 0
             return {candidate.name: steps for candidate in chosen if steps >= FEW_STEPS}
 
-        self.plan: dict[str, int] = self.journal.once("plan", plan)
+        self.plan = self.journal.once("plan", plan)
         left_out = [candidate.name for candidate in faster if candidate.name not in self.plan]
         if left_out:
             self.notes.append(f"There was no time to train: {', '.join(left_out)}. More --minutes would allow it.")
@@ -440,9 +464,8 @@ class Search:
             self._export(folder)
             return layers
 
-        layers = self.journal.once(f"training of {candidate.name}", compute)
-        for entry in self.entries_of(candidate):
-            entry.details |= {"steps": steps, "layers": layers}
+        self.trials[candidate].layers = self.journal.once(f"training of {candidate.name}", compute)
+        self.trials[candidate].steps = steps
         entry = self.fastest_of(candidate)
         self.score(entry)
         return entry
