@@ -22,8 +22,9 @@ class TextMapper:
     """A function that adds a model's outputs to a batch of columns.
 
     A classifier adds the columns `label` and `probability`, a model with one output `score`, and an encoder `vector`.
-    All add `error`: None, or what is wrong with a row, whose outputs are then None and NaN. Other rows of the batch get
-    their outputs. An error that does not belong to a row, such as too little memory, is raised.
+    All add `error`: "", or what is wrong with a row, whose outputs are then "" and NaN, and not None, from which an
+    engine would infer another type of column. Other rows of the batch get their outputs. An error that does not belong
+    to a row, such as too little memory, is raised.
 
     The model is loaded at the first call. A pickled mapper loads it again.
 
@@ -59,12 +60,12 @@ class TextMapper:
             self._model = ServedModel(self.directory, self.device, self.dtype)
         rows: list[tuple[str, ...]] = []
         numbers: list[int] = []  # of these rows in the batch
-        errors: list[str | None] = []
+        errors: list[str] = []
         for number, values in enumerate(zip(*(batch[column] for column in self.columns), strict=True)):
             try:
                 rows.append(tuple(read_text(value) for value in values))
                 numbers.append(number)
-                errors.append(None)
+                errors.append("")
             except UserError as error:
                 errors.append(str(error))
         outputs = np.full((len(errors), self._model.width), np.nan, dtype=np.float32)
@@ -148,7 +149,7 @@ class ServedModel:
             return {"vector": outputs}
         if self.activation is not None:
             return {"score": outputs[:, 0]}
-        labels = [None if np.isnan(row).any() else self.labels[row.argmax()] for row in outputs]
+        labels = ["" if np.isnan(row).any() else self.labels[row.argmax()] for row in outputs]
         return {"label": np.array(labels, dtype=object), "probability": outputs.max(axis=1)}
 
 

@@ -214,7 +214,7 @@ def check_outputs(name: str, kind: str, outputs: list[dict[str, Any]], folder: P
         [output["id"] for output in outputs] == [number for number, _ in rows], f"{name}: {len(rows)} rows, each once"
     )
     expected = [number for number, text in rows if not has_output(text)]
-    errors = {output["id"]: output["error"] for output in outputs if output["error"] is not None}
+    errors = {output["id"]: output["error"] for output in outputs if output["error"]}
     check(sorted(errors) == expected, f"{name}: {len(errors)} rows with an error, such as {errors[expected[0]]!r}")
     difference = largest_difference(kind, outputs, folder)
     check(difference <= TOLERANCE, f"{name}: outputs differ by at most {difference:.1e}")
