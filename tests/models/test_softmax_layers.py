@@ -44,7 +44,7 @@ def trained(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("attention", ["lln_diag", "lln", "transnormer_t1"])
+@pytest.mark.parametrize("attention", ["lln_diag", "softmax", "transnormer_t1"])
 @pytest.mark.parametrize(
     ("text", "layers"),
     [(None, ()), ("", ()), ("0", (0,)), ("2, 0", (0, 2)), ("1,1", (1,)), ("0,1,2", (0, 1, 2)), ("every:2", (1,))],
@@ -83,10 +83,6 @@ def test_softmax_layers_have_no_attention_parameters(caplog):
     dropped = [message for message in caplog.messages if "is left out" in message]
     assert len(dropped) == 2
     assert all(".layers.1.self_attn.attention." in message for message in dropped)
-
-
-def test_softmax_model_accepts_softmax_layers():
-    assert attention_names(build_model(attention="softmax", softmax_layers="1")) == ["softmax"] * 3
 
 
 @pytest.mark.parametrize("text", ["3", "-1", "x", "0,", "1 2", "0-2", "²", "every:4", "every:0", "every 2", "best:2"])
