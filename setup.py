@@ -26,8 +26,9 @@ setup(
         "lln_fairseq.configs": ["**/*.yaml"],
     },
     entry_points={"console_scripts": ["lln-fairseq = lln_fairseq.__main__:main"]},
-    # ve-fairseq, the fairseq that runs on current Pythons, has wheels for these two only.
-    python_requires=">=3.11,<3.13",
+    # ve-fairseq, the fairseq that runs on current Pythons, has wheels for 3.11 and 3.12 only. What needs no fairseq,
+    # such as lln_fairseq.hub, also runs with 3.13, installed with --no-deps.
+    python_requires=">=3.11,<3.14",
     # From the lowest that has run to below the next that may break something. The whole suite runs with
     # requirements.txt; CONTRIBUTING.md lists what ran with others. Each torch brings a triton of its own, 3.6 to 3.8.
     install_requires=[

@@ -44,7 +44,7 @@ def test_requirements_have_upper_bounds(package_metadata):
 
 
 def test_readme_names_the_range_of_torch(package_metadata):
-    low, last = re.search(r"torch that you have, from (2\.\d+) to (2\.\d+)", (ROOT / "README.md").read_text()).groups()
+    low, last = re.search(r"keeps a torch from (2\.\d+) to (2\.\d+)", (ROOT / "README.md").read_text()).groups()
     after_last = f"2.{int(last.removeprefix('2.')) + 1}"
     assert f"torch>={low},<{after_last}" in package_metadata["install_requires"]
 
