@@ -223,7 +223,7 @@ def _draw(search: Search, chosen: Entry | None, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(11, 4.5), layout="constrained")
     for entry in search.entries:
         if entry.score is None or not math.isfinite(entry.score):
             continue
