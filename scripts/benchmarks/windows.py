@@ -66,10 +66,10 @@ def check_same_states(calls: dict[str, Callable[[], torch.Tensor]]) -> None:
 
 def benchmark(args: argparse.Namespace) -> None:
     """Print a table with a row for every implementation and length, and write the file of --json."""
-    print(f"{device_name('cpu')}, {args.threads} threads, {args.layers} layers, torch {torch.__version__}")
+    torch.set_num_threads(args.threads)
+    print(f"{device_name('cpu')}, {args.layers} layers, torch {torch.__version__}")
     rows = [["attention", "tokens", "ms", "speed of sdpa", "memory in MB"]]
     results = []
-    torch.set_num_threads(args.threads)
     model = make_model(args.layers, max(args.lengths))
     for length in args.lengths:
         calls = {name: prepare_call(model, name, length) for name in args.implementations}
