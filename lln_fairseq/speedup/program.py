@@ -68,7 +68,7 @@ def speedup(args: argparse.Namespace) -> None:
     last_line = summarize(search, entry, final, chosen)
     if chosen and entry is not None and not (args.out / MODEL).exists():
         shutil.copytree(entry.directory, args.out / f"{MODEL}.part", dirs_exist_ok=True)
-        keep_longest_text(args.out / f"{MODEL}.part", search.longest)
+        keep_longest_text(args.out / f"{MODEL}.part", search.original.longest)
         (args.out / f"{MODEL}.part").rename(args.out / MODEL)
     write_reports(search, entry, final, chosen, last_line)
     for path in (args.out / FOLDER).iterdir():

@@ -20,7 +20,7 @@ JSON = "report.json"
 
 def summarize(search: Search, entry: Entry | None, final: dict[str, Any] | None, chosen: bool) -> str:
     """Return the last line: what was chosen, how fast and how good it is; or what came nearest and why it is a no."""
-    tokens = f"texts of {np.median(search.lengths):.0f} tokens"
+    tokens = f"texts of {np.median(search.original.lengths):.0f} tokens"
     if entry is None or final is None:
         return f"no: nothing was both faster and good enough. {_nearest(search)}"
     before = final["milliseconds"]["original"]
@@ -44,13 +44,14 @@ def _nearest(search: Search) -> str:
     scored = [entry for entry in search.entries[1:] if entry.drop is not None]
     if scored:
         best = min(scored, key=_finite_drop)
-        speed = search.milliseconds / best.milliseconds
+        speed = search.original.milliseconds / best.milliseconds
         return f"The nearest is {best.name}: {speed:.1f} times as fast, and it loses {best.drop:.1f} points."
     timed = search.entries[1:]
     if not timed:
         return "Nothing else could be tried."
     fastest = min(timed, key=lambda entry: entry.milliseconds)
-    return f"The fastest is {fastest.name}, with {search.milliseconds / fastest.milliseconds:.2f} times the speed."
+    speed = search.original.milliseconds / fastest.milliseconds
+    return f"The fastest is {fastest.name}, with {speed:.2f} times the speed."
 
 
 def _finite_drop(entry: Entry) -> float:
@@ -80,9 +81,9 @@ def opening_code(search: Search, entry: Entry) -> str:
         return f'onnxruntime.InferenceSession("{directory / ONNX_FILES[entry.runtime]}")'
     options = ""
     if entry.runtime == BFLOAT16:
-        options = ", model_kwargs={'dtype': 'bfloat16'}" if search.is_encoder else ', dtype="bfloat16"'
+        options = ", model_kwargs={'dtype': 'bfloat16'}" if search.original.is_encoder else ', dtype="bfloat16"'
     opener = "AutoModelForSequenceClassification.from_pretrained"
-    if search.is_encoder:
+    if search.original.is_encoder:
         opener = "SentenceTransformer"
     return f'import lln_fairseq.hub\n{opener}("{directory}"{options})'
 
@@ -108,7 +109,7 @@ def commands(search: Search, entry: Entry) -> list[str]:
         else:
             words = ["python", "-m", "data_prep.tsv", "--train", rows, "--valid", rows, "--text", *args.text]
             words += ["--label", args.label or "A_COLUMN_OF_LABELS", "--tokenizer", "steps/softmax", "--out", data]
-            words += ["--labels", "steps/softmax"] if search.teacher.labels else ["--regression"]
+            words += ["--labels", "steps/softmax"] if search.original.teacher.labels else ["--regression"]
             lines.append(words)
         options = [f"{key}={json.dumps(value).strip(chr(34))}" for key, value in candidate.options.items()]
         words = ["lln-fairseq", "linearize", exported, data, "steps/linear", "--attention", candidate.attention]
@@ -136,7 +137,7 @@ def write_reports(
     lines = caveats(search, final)
     write_bytes(out / "report.md", _markdown(search, entry, chosen, lines, last_line).encode())
     _draw(search, entry if chosen else None, out / "report.png")
-    lengths = search.lengths
+    lengths = search.original.lengths
     tokens = {"median": np.median(lengths), "90 %": np.quantile(lengths, 0.9), "longest": lengths.max()}
     content = {
         "chosen": entry.name if chosen and entry else None,
@@ -144,7 +145,7 @@ def write_reports(
         "test": final,
         "notes": lines,
         "seed": search.args.seed,
-        "rows": {split: len(numbers) for split, numbers in search.scored.items()},
+        "rows": {split: len(numbers) for split, numbers in search.original.scored.items()},
         "tokens": {name: int(value) for name, value in tokens.items()},
         "minutes": round(search.journal.seconds() / 60, 1),
         "commands": commands(search, entry) if entry else [],
@@ -166,23 +167,23 @@ def _describe(entry: Entry) -> dict[str, Any]:
 
 def _write_rows(search: Search, entry: Entry, path: Path) -> None:
     """Write the outputs of the original and of an entry for every row that reports."""
-    original = search.quality("test").original
-    outputs = search.outputs_of(entry.name, search.load(entry), "test")
+    original = search.original.quality("test").original
+    outputs = search.original.outputs_of(entry.name, search.load(entry), "test")
     lines = ["row\tlabel\toriginal\tmodel"]
-    for place, number in enumerate(search.scored["test"]):
-        label = search.rows.labels[number] if search.rows.labels else ""
+    for place, number in enumerate(search.original.scored["test"]):
+        label = search.original.rows.labels[number] if search.original.rows.labels else ""
         lines.append(f"{number + 1}\t{label}\t{_cell(search, original[place])}\t{_cell(search, outputs[place])}")
     write_bytes(path, ("\n".join(lines) + "\n").encode())
 
 
 def _cell(search: Search, output: Tensor) -> str:
-    if search.teacher.labels:
-        return search.teacher.labels[int(output.argmax())]
-    return " ".join(f"{value:.5g}" for value in output.tolist()[:1]) if not search.is_encoder else ""
+    if search.original.teacher.labels:
+        return search.original.teacher.labels[int(output.argmax())]
+    return " ".join(f"{value:.5g}" for value in output.tolist()[:1]) if not search.original.is_encoder else ""
 
 
 def _markdown(search: Search, entry: Entry | None, chosen: bool, lines: list[str], last_line: str) -> str:
-    metric = search.quality("valid").name
+    metric = search.original.quality("valid").name
     text = [f"# {search.args.model}", "", last_line, ""]
     text += [
         f"| model | runtime | ms per text | times as fast | memory, MB | {metric} | drop |",
@@ -192,19 +193,19 @@ def _markdown(search: Search, entry: Entry | None, chosen: bool, lines: list[str
         score = "" if row.score is None else f"{row.score:.1f}"
         drop = "" if row.drop is None else f"{row.drop:.1f}"
         memory = "" if row.memory is None else f"{row.memory:.0f}"
-        speed = search.milliseconds / row.milliseconds
+        speed = search.original.milliseconds / row.milliseconds
         text.append(
             f"| {row.model} | {row.runtime} | {row.milliseconds:.1f} | {speed:.2f} | {memory} | {score} | {drop} |"
         )
-    median = np.median(search.lengths)
-    high = np.quantile(search.lengths, 0.9)
+    lengths = search.original.lengths
+    scored = len(search.original.scored["valid"])
     text += [
         "",
-        f"Median time of a text, {search.args.batch} at once. Rows have {median:.0f} tokens (median), {high:.0f} "
-        f"(90 %) and {search.lengths.max()} (longest). Memory is that of the longest text, without weights. The scores "
-        f"are those of {len(search.scored['valid']):,} validation rows; the line above has test rows, and times that "
-        "were measured once more. Models without a score are not faster by a tenth than a good one, or there was no "
-        "time to train them.",
+        f"Median time of a text, {search.args.batch} at once. Rows have {np.median(lengths):.0f} tokens (median), "
+        f"{np.quantile(lengths, 0.9):.0f} (90 %) and {lengths.max()} (longest). Memory is that of the longest text, "
+        f"without weights. The scores are those of {scored:,} validation rows; the line above has test rows, and times "
+        "that were measured once more. Models without a score are not faster by a tenth than a good one, or there was "
+        "no time to train them.",
         "",
         *(f"- {line}" for line in lines),
     ]
@@ -232,7 +233,7 @@ def _draw(search: Search, chosen: Entry | None, path: Path) -> None:
         if entry is search.entries[0]:
             marker = "s"
         axes.plot(entry.milliseconds, entry.score, marker, markersize=14 if entry is chosen else 8, label=name)
-    quality = search.quality("valid")
+    quality = search.original.quality("valid")
     axes.axhline(quality.score(quality.original) - quality.limit, color="gray", linestyle=":", label="limit")
     axes.set_xlabel("ms per text")
     axes.set_ylabel(f"{quality.name} on validation rows")

@@ -5,58 +5,44 @@ import shutil
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from lln_fairseq.checkpoints.config import STOCK_ATTENTION
-from lln_fairseq.conversion.convert import CHECKPOINT, convert
-from lln_fairseq.conversion.directory import CONFIG, read_json
+from lln_fairseq.conversion.convert import CHECKPOINT
 from lln_fairseq.conversion.export import export
-from lln_fairseq.conversion.sentence_transformers_files import locate_model, read_max_length
 from lln_fairseq.errors import UserError
-from lln_fairseq.inference.text_model import TextModel, load_text_model
+from lln_fairseq.inference.text_model import load_text_model
 from lln_fairseq.ops.backends import cpu
 from lln_fairseq.ops.formula import DIAG, Spec
 from lln_fairseq.speedup.candidates import Candidate, Linearizer, candidates_for, parse_candidate
 from lln_fairseq.speedup.journal import Journal
-from lln_fairseq.speedup.quality import Accuracy, Agreement, Correlation, Cosine, Metric, Ndcg
-from lln_fairseq.speedup.rows import MOST, MOST_ROWS, Rows, number_labels, split_rows
+from lln_fairseq.speedup.original import UNCHANGED, Original
+from lln_fairseq.speedup.quality import Cosine
+from lln_fairseq.speedup.rows import Rows
 from lln_fairseq.speedup.runtimes import (
     ONNX,
     ONNX_INT8,
     OWN,
-    REPEATS,
     TRANSFORMERS,
     Outputs,
     half_precisions,
     load_served,
     memory_of,
-    outputs_for_rows,
     own_runtime,
-    time_each,
 )
-from lln_fairseq.terminal import print_status, progress_bar
-from lln_fairseq.text.pairs import first_segment_lengths
-from lln_fairseq.text.samples import cut_sample
-from lln_fairseq.text.special_symbols import EOS
+from lln_fairseq.terminal import print_status
 
-UNCHANGED = "unchanged"
 EXPORTED = "exported"
 STEPS = 400  # of each stage, if there is time
 FEW_STEPS = 50  # fewer are not worth the time
 TRAINED = 3  # candidates, at most
 WORTH = 1.1  # a model must be this many times as fast
-SCORING_SHARE = 0.08  # of the minutes, for the original on the validation rows, or on the test rows
-TIMING_SHARE = 0.02  # for the times of a model
-TIMED_BATCHES = (5, 15)  # fewest and most
 ONNX_SECONDS = 240  # that must be left to write and check the ONNX files
-FREE_COPIES = 12  # of the original, which the disk must have room for
 
 
 @dataclass
@@ -112,26 +98,26 @@ class Search:
     """A search for a faster model. `run` returns the choice.
 
     Attributes:
+        original: what is made faster.
         notes: sentences for the report.
-        entries: all models that were timed.
+        entries: all models that were timed, the original first.
+        trials: the candidates that were swapped in.
+        plan: the steps of each stage, by the name of a candidate.
     """
 
     def __init__(self, args: argparse.Namespace, journal: Journal, rows: Rows) -> None:
         self.args = args
         self.journal = journal
-        self.rows = rows.first(MOST_ROWS)
-        self.budget = 60 * args.minutes
-        self.notes: list[str] = []
-        if len(rows) > MOST_ROWS:
-            self.notes.append(f"Only the first {MOST_ROWS:,} of {len(rows):,} rows were used.")
-        self.entries: list[Entry] = []
-        self.qualities: dict[str, Metric] = {}
-        self.trials: dict[Candidate, Trial] = {}
-        self.plan: dict[str, int] = {}  # the steps of each stage, by the name of a candidate
         self.folder = journal.folder
-        self.checkpoint = self.folder / "softmax" / CHECKPOINT
-        self._require_disk_space()
-        self._prepare()
+        self.original = Original(args, journal, rows)
+        self.notes = self.original.notes
+        original = self.original
+        self.entries = [Entry(UNCHANGED, TRANSFORMERS, original.directory, original.milliseconds, original.memory)]
+        self.entries[0].drop = 0.0
+        train = [original.samples[number] for number in original.splits["train"]]
+        self.linearizer = Linearizer(original.teacher, original.checkpoint, train, args.seed)
+        self.trials: dict[Candidate, Trial] = {}
+        self.plan: dict[str, int] = {}
 
     def run(self) -> Entry | None:
         """Return the fastest model that is good enough on the validation rows, or None."""
@@ -141,146 +127,14 @@ class Search:
 
     def left(self) -> float:
         """Return the seconds that are left of --minutes."""
-        return self.budget - self.journal.seconds()
-
-    def _require_disk_space(self) -> None:
-        """Raise UserError if the disk of OUT cannot hold FREE_COPIES of the original."""
-        model = self.args.model
-        files = [model] if model.is_file() else [path for path in model.rglob("*") if path.is_file()]
-        needed = FREE_COPIES * max(path.stat().st_size for path in files)
-        free = shutil.disk_usage(self.folder).free
-        if free < needed and not self.checkpoint.exists():
-            raise UserError(f"{self.args.out}: the search needs {needed / 1e6:,.0f} MB, and {free / 1e6:,.0f} are free")
-
-    # The original and its rows
-
-    def _prepare(self) -> None:
-        """Load the original, check and split the rows, and measure the original on them."""
-        directory: Path = self.args.model
-        if directory.is_file():
-            directory = self.folder / "stock"  # `convert` drops the head of a checkpoint
-            if not directory.exists():
-                export(self.args.model, directory)
-        attention = read_json(directory / CONFIG).get("attention", STOCK_ATTENTION)
-        if attention != STOCK_ATTENTION:
-            raise UserError(f"{self.args.model} has {attention} attention: give the model with softmax that it is from")
-        if not self.checkpoint.exists():
-            convert(directory, self.checkpoint.parent, attention=STOCK_ATTENTION)
-        self.teacher: TextModel = load_text_model(self.checkpoint)
-        if not self.teacher.finetuned and not self.teacher.is_sentence_encoder:
-            raise UserError(f"{self.args.model} is a masked language model: fine-tune it first")
-        self.is_encoder = not self.teacher.finetuned
-        if self.is_encoder != (self.args.texts is not None):
-            if self.is_encoder:
-                raise UserError(f"{self.args.model} is an encoder: give --texts")
-            raise UserError(f"{self.args.model} is a classifier: give --rows and --text")
-        self.numbers: np.ndarray | None = None
-        if self.rows.labels is not None:
-            self.numbers = number_labels(self.rows.labels, self.teacher.labels, self.args.label)
-        self.longest = min(self.teacher.longest, _tokenizer_limit(directory))
-        self.original = load_served(directory, TRANSFORMERS, self.longest, self.is_encoder)
-        self._measure_lengths()
-        self.splits = split_rows(self.rows, self.args.seed)
-        self.timed = self._choose_timed_batches()
-        model = self.original
-        measured = self.journal.once("original", lambda: self._measure_original(model))
-        self.milliseconds: float = measured["milliseconds"]
-        most = int(SCORING_SHARE * self.budget / (self.milliseconds / 1000))
-        counts = {split: min(MOST[split], max(most, 100)) for split in MOST}
-        self.scored = {split: self.splits[split][: counts[split]] for split in MOST}
-        self.entries.append(Entry(UNCHANGED, TRANSFORMERS, directory, **measured, drop=0.0))
-        train = [self.samples[number] for number in self.splits["train"]]
-        self.linearizer = Linearizer(self.teacher, self.checkpoint, train, self.args.seed)
-        print_status(
-            f"{self.args.model}: {self.milliseconds:.1f} ms per text of {np.median(self.lengths):.0f} tokens in "
-            f"{TRANSFORMERS}; of {len(self.rows):,} rows, {len(train):,} train, {len(self.scored['valid']):,} validate "
-            f"and {len(self.scored['test']):,} test"
-        )
-
-    def _measure_lengths(self) -> None:
-        samples = self.teacher.ids.encode_rows(self.rows.texts)
-        too_long = sum(len(sample) > self.longest for sample in samples)
-        if 2 * too_long > len(samples):
-            raise UserError(
-                f"{too_long:,} of {len(samples):,} rows have more than the {self.longest} tokens that "
-                f"{self.args.model} reads: `lln-fairseq convert --positions N` makes a longer one, to be fine-tuned"
-            )
-        if too_long:
-            self.notes.append(f"{too_long:,} of {len(samples):,} rows are cut to the model's {self.longest} tokens.")
-        self.samples = [cut_sample(sample, self.longest) for sample in samples]
-        self.lengths = np.array([len(sample) for sample in self.samples])
-        pair_form = self.teacher.model.args.pair_form
-        firsts = [first_segment_lengths(sample[None], EOS, pair_form) for sample in self.samples]
-        self.first_lengths = torch.cat(firsts).numpy()
-
-    def _choose_timed_batches(self) -> list[list[tuple[str, ...]]]:
-        """Return batches of the validation rows whose lengths are spread evenly over those of all of them."""
-        numbers = self.splits["valid"]
-        ordered = numbers[self.lengths[numbers].argsort(kind="stable")]
-        middle = [self.rows.texts[ordered[len(ordered) // 2]]]
-        trial = self.journal.once("trial", lambda: time_each({TRANSFORMERS: self.original}, [middle])[TRANSFORMERS])
-        few, most = TIMED_BATCHES
-        seconds = 2 * (REPEATS + 1) * self.args.batch * trial[0] / 1000  # for a batch, beside the original
-        count = int(np.clip(TIMING_SHARE * self.budget / seconds, few, most))
-        places = np.linspace(0, len(ordered) - self.args.batch, count).round().astype(int)
-        return [[self.rows.texts[number] for number in ordered[place : place + self.args.batch]] for place in places]
-
-    @cached_property
-    def longest_text(self) -> list[tuple[str, ...]]:
-        return [self.rows.texts[int(self.lengths.argmax())]]
-
-    def _measure_original(self, model: Outputs) -> dict[str, Any]:
-        """Return `milliseconds` per text and `memory` in MB, or None, of the original, which `model` is."""
-        memory = memory_of(model, self.longest_text)
-        times = time_each({TRANSFORMERS: model}, self.timed)[TRANSFORMERS]
-        return {"milliseconds": statistics.median(times), "memory": memory}
-
-    def time_beside(self, model: Outputs) -> float:
-        """Return the milliseconds per text of a model: the original's, times the quotient in interleaved calls."""
-        times = time_each({"original": self.original, "model": model}, self.timed)
-        shares = [own / original for own, original in zip(times["model"], times["original"], strict=True)]
-        return self.milliseconds * statistics.median(shares)
-
-    # Metric
-
-    def outputs_of(self, name: str, model: Outputs, split: str) -> Tensor:
-        """Return the outputs of a model for the rows of a split that are scored."""
-        texts = [self.rows.texts[number] for number in self.scored[split]]
-
-        def compute() -> Tensor:
-            with progress_bar(f"{name}: {split} rows", len(texts), "row") as bar:
-                return outputs_for_rows(model, texts, bar.update)
-
-        return self.journal.tensor_once(f"{split} {name}".replace("/", " "), compute)
-
-    def quality(self, split: str) -> Metric:
-        if split not in self.qualities:
-            self.qualities[split] = self._make_quality(split)
-        return self.qualities[split]
-
-    def _make_quality(self, split: str) -> Metric:
-        original = self.outputs_of(UNCHANGED, self.original, split)
-        rows = self.scored[split]
-        against_original = 100 - self.args.min_agreement
-        if self.is_encoder:
-            return Cosine(original, against_original)
-        if self.numbers is None:
-            if self.teacher.labels:
-                return Agreement(original, against_original)
-            return Correlation(original, against_original, original.view(-1).numpy())
-        targets = self.numbers[rows]
-        if self.teacher.labels:
-            return Accuracy(original, self.args.max_drop, targets)
-        if self.rows.groups is not None:
-            return Ndcg(original, self.args.max_drop, targets, [self.rows.groups[row] for row in rows])
-        return Correlation(original, self.args.max_drop, targets)
+        return 60 * self.args.minutes - self.journal.seconds()
 
     def score(self, entry: Entry) -> None:
         """Set the score and the drop of an entry on the validation rows."""
-        quality = self.quality("valid")
+        quality = self.original.quality("valid")
 
         def compute() -> dict[str, float]:
-            outputs = self.outputs_of(entry.name, self.load(entry), "valid")
+            outputs = self.original.outputs_of(entry.name, self.load(entry), "valid")
             return {"score": quality.score(outputs), "drop": quality.drop(outputs)}
 
         scores = self.journal.once(f"score of {entry.name}", compute)
@@ -290,18 +144,18 @@ class Search:
 
     def is_good(self, entry: Entry) -> bool:
         """Return True if an entry was scored and loses no more than it may on the validation rows."""
-        return entry.drop is not None and entry.drop <= self.quality("valid").limit
+        return entry.drop is not None and entry.drop <= self.original.quality("valid").limit
 
     def load(self, entry: Entry) -> Outputs:
         if entry.runtime == OWN:
             return own_runtime(load_text_model(entry.directory))
-        return load_served(entry.directory, entry.runtime, self.longest, self.is_encoder)
+        return load_served(entry.directory, entry.runtime, self.original.longest, self.original.is_encoder)
 
     # The same attention in another runtime
 
     def try_runtimes(self) -> None:
         """Time and score the unchanged model in other runtimes and precisions."""
-        self.entries[0].score = self.quality("valid").score(self.quality("valid").original)
+        self.entries[0].score = self.original.quality("valid").score(self.original.quality("valid").original)
         directory = self.folder / UNCHANGED
         runtimes = half_precisions()
         if torch.cuda.is_available():
@@ -315,7 +169,7 @@ class Search:
         with_onnx = ONNX in runtimes
         if runtimes and not directory.exists():
             print_status("exporting the unchanged model")
-            export(self.checkpoint, directory, onnx=with_onnx, int8=with_onnx)
+            export(self.original.checkpoint, directory, onnx=with_onnx, int8=with_onnx)
         for entry in self.time_runtimes(UNCHANGED, directory, runtimes):
             if self.is_faster(entry):
                 self.score(entry)
@@ -334,12 +188,12 @@ class Search:
     def _time_entry(self, entry: Entry) -> tuple[float, float | None]:
         """Return the milliseconds per text of an entry and its memory in MB, None if unknown."""
         model = self.load(entry)
-        memory = memory_of(model, self.longest_text)
-        return self.time_beside(model), memory
+        memory = memory_of(model, self.original.longest_text)
+        return self.original.time_beside(model), memory
 
     def is_faster(self, entry: Entry) -> bool:
         """Return True if an entry takes at most 1 / WORTH of the time of the original and of every good entry."""
-        good = [self.milliseconds, *(other.milliseconds for other in self.entries if self.is_good(other))]
+        good = [self.original.milliseconds, *(other.milliseconds for other in self.entries if self.is_good(other))]
         return WORTH * entry.milliseconds <= min(good)
 
     # Other attentions
@@ -349,9 +203,9 @@ class Search:
         if self.args.attentions:
             candidates = [parse_candidate(spec) for spec in self.args.attentions]
         else:
-            candidates = candidates_for(self.lengths, self.first_lengths)
+            candidates = candidates_for(self.original.lengths, self.original.first_lengths)
         if candidates and not torch.cuda.is_available():
-            attention = self.teacher.model.encoder.sentence_encoder.layers[0].self_attn
+            attention = self.original.teacher.model.encoder.sentence_encoder.layers[0].self_attn
             reason = cpu.reason_against(Spec(DIAG), torch.empty(1, 1, 1, attention.head_dim))
             if reason is not None:
                 self.notes.append(f"The other attentions would be about twice as fast with our kernels. {reason}")
@@ -417,13 +271,13 @@ class Search:
         The candidate must have been swapped in, which times its steps.
         """
         trial = self.trials[candidate]
-        scoring = self.fastest_of(candidate).milliseconds / 1000 * len(self.scored["valid"])
+        scoring = self.fastest_of(candidate).milliseconds / 1000 * len(self.original.scored["valid"])
         return STEPS * sum(trial.step_seconds.values()), trial.seconds + scoring
 
     def steps_for(self, candidates: Sequence[Candidate]) -> int:
         """Return how many steps of each stage there is time for, if all of these are trained; at most STEPS."""
         costs = [self.training_seconds(candidate) for candidate in candidates]
-        reporting = 2 * self.milliseconds / 1000 * len(self.scored["test"]) + 30
+        reporting = 2 * self.original.milliseconds / 1000 * len(self.original.scored["test"]) + 30
         left = self.left() - reporting - sum(fixed for _, fixed in costs)
         return int(np.clip(STEPS * left / sum(training for training, _ in costs), 0, STEPS))
 
@@ -499,17 +353,17 @@ class Search:
     def choose(self) -> Entry | None:
         """Return the fastest entry that is good enough and can be served, or None."""
         good = [entry for entry in self.entries[1:] if entry.runtime != OWN and self.is_good(entry)]
-        faster = [entry for entry in good if WORTH * entry.milliseconds <= self.milliseconds]
+        faster = [entry for entry in good if WORTH * entry.milliseconds <= self.original.milliseconds]
         return min(faster, key=lambda entry: entry.milliseconds, default=None)
 
     def report_on(self, entry: Entry) -> dict[str, Any]:
         """Return an entry's scores on the test rows, their interval, and its times beside the original's."""
         model = self.load(entry)
-        quality = self.quality("test")
-        outputs = self.outputs_of(entry.name, model, "test")
+        quality = self.original.quality("test")
+        outputs = self.original.outputs_of(entry.name, model, "test")
 
         def compute() -> dict[str, Any]:
-            times = time_each({"original": self.original, "model": model}, self.timed)
+            times = self.original.time_interleaved(model)
             return {name: statistics.median(passed) for name, passed in times.items()}
 
         milliseconds = self.journal.once("final times", compute)
@@ -527,11 +381,3 @@ class Search:
         if isinstance(quality, Cosine):
             result["same_neighbor"] = quality.same_neighbor(outputs)
         return result
-
-
-def _tokenizer_limit(directory: Path) -> int:
-    """Return the number of tokens at which the tokenizer cuts texts, which may be more than the model's positions."""
-    from transformers import AutoTokenizer
-
-    longest = read_max_length(locate_model(directory)[1])
-    return longest or int(AutoTokenizer.from_pretrained(directory).model_max_length)

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 
 from lln_fairseq.__main__ import main
 from lln_fairseq.conversion.convert import convert
-from lln_fairseq.speedup import candidates, search
+from lln_fairseq.speedup import candidates, original, search
 from lln_fairseq.speedup.candidates import candidates_for, make_candidate
 from lln_fairseq.speedup.journal import Journal
 from lln_fairseq.speedup.search import Search
@@ -61,7 +61,7 @@ def patch_search(monkeypatch):
     def time_each(models, batches):  # the model of the report
         return {name: [ORIGINAL_TIME if name != "model" else 3.0] for name in models}
 
-    monkeypatch.setattr(search, "time_each", time_each)
+    monkeypatch.setattr(original, "time_each", time_each)
     monkeypatch.setattr(search, "STEPS", 3)
     monkeypatch.setattr(search, "FEW_STEPS", 2)
     monkeypatch.setattr(search, "find_spec", lambda package: None)
@@ -156,7 +156,7 @@ def test_no_is_an_answer(sources, tmp_path, set_times, capsys):
 
 def test_no_if_the_last_measurement_is_not_faster(sources, tmp_path, set_times, monkeypatch):
     set_times(blocks=4.0)
-    monkeypatch.setattr(search, "time_each", lambda models, batches: {name: [ORIGINAL_TIME] for name in models})
+    monkeypatch.setattr(original, "time_each", lambda models, batches: {name: [ORIGINAL_TIME] for name in models})
     out = tmp_path / "faster"
     assert run(sources, "classifier", out, "--min-agreement", 20) == 0
     assert read_report(out)["chosen"] is None
