@@ -78,14 +78,16 @@ def opening_code(search: Search, entry: Entry) -> str:
     """Return Python code that opens the chosen model."""
     directory = search.args.out / "model"
     if entry.runtime in ONNX_FILES:
-        return f'onnxruntime.InferenceSession("{directory / ONNX_FILES[entry.runtime]}")'
-    options = ""
-    if entry.runtime == BFLOAT16:
-        options = ", model_kwargs={'dtype': 'bfloat16'}" if search.original.is_encoder else ', dtype="bfloat16"'
-    opener = "AutoModelForSequenceClassification.from_pretrained"
+        return f'import onnxruntime\n\nmodel = onnxruntime.InferenceSession("{directory / ONNX_FILES[entry.runtime]}")'
     if search.original.is_encoder:
-        opener = "SentenceTransformer"
-    return f'import lln_fairseq.hub\n{opener}("{directory}"{options})'
+        names = "from sentence_transformers import SentenceTransformer"
+        options = ", model_kwargs={'dtype': 'bfloat16'}" if entry.runtime == BFLOAT16 else ""
+        call = f'SentenceTransformer("{directory}"{options})'
+    else:
+        names = "from transformers import AutoModelForSequenceClassification"
+        options = ', dtype="bfloat16"' if entry.runtime == BFLOAT16 else ""
+        call = f'AutoModelForSequenceClassification.from_pretrained("{directory}"{options})'
+    return f"import lln_fairseq.hub\n{names}\n\nmodel = {call}"
 
 
 def commands(search: Search, entry: Entry) -> list[str]:

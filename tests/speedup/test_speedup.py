@@ -17,6 +17,7 @@ from lln_fairseq.speedup.journal import Journal
 from lln_fairseq.speedup.search import Search
 from tests.conversion.classifiers import make_classifier, transformers_logits
 from tests.conversion.sources import make_model
+from tests.documentation import code_blocks
 
 POSITIONS = 160  # so that a row has several blocks
 ROWS = 320
@@ -116,6 +117,10 @@ def test_yes_writes_the_fastest_model_that_is_good_enough(sources, tmp_path, set
     assert {row["model"] for row in trained} == {"unchanged", "blocks of 128", "windows of 48"}
     assert "| windows of 48 | transformers | 3.0 | 3.33 |" in (out / "report.md").read_text()
     assert (out / "report.png").stat().st_size > 5000
+    (code,) = code_blocks(out / "report.md", "python")
+    names = {}
+    exec(code, names)
+    assert names["model"].config.id2label == {0: "no", 1: "yes"}
     # The stored rows are those of the exported model and of the original.
     lines = (out / "rows.tsv").read_text().splitlines()[1:]
     assert len(lines) == report["rows"]["test"] == report["test"]["rows"]
