@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lln_fairseq.files import write_bytes
@@ -16,6 +17,14 @@ from lln_fairseq.speedup.runtimes import BFLOAT16, ONNX_FILES
 from lln_fairseq.speedup.search import Entry, Search
 
 JSON = "report.json"
+ONNX_CODE = """import onnxruntime
+from transformers import AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{directory}")
+options = onnxruntime.SessionOptions()
+options.intra_op_num_threads = {threads}
+model = onnxruntime.InferenceSession("{file}", options)
+outputs = model.run(None, dict(tokenizer(["a text"], truncation=True, return_tensors="np")))"""
 
 
 def summarize(search: Search, entry: Entry | None, final: dict[str, Any] | None, chosen: bool) -> str:
@@ -78,7 +87,9 @@ def opening_code(search: Search, entry: Entry) -> str:
     """Return Python code that opens the chosen model."""
     directory = search.args.out / "model"
     if entry.runtime in ONNX_FILES:
-        return f'import onnxruntime\n\nmodel = onnxruntime.InferenceSession("{directory / ONNX_FILES[entry.runtime]}")'
+        return ONNX_CODE.format(
+            directory=directory, file=directory / ONNX_FILES[entry.runtime], threads=torch.get_num_threads()
+        )
     if search.original.is_encoder:
         names = "from sentence_transformers import SentenceTransformer"
         options = ", model_kwargs={'dtype': 'bfloat16'}" if entry.runtime == BFLOAT16 else ""

@@ -14,7 +14,7 @@ from lln_fairseq.errors import UserError
 from lln_fairseq.inference.runtimes import load_onnx, load_transformers
 from lln_fairseq.inference.text_model import TextModel
 from lln_fairseq.provenance import describe_provenance
-from lln_fairseq.timing import can_measure_resident_peak, interleaved, resident_peak
+from lln_fairseq.timing import can_measure_resident_peak, milliseconds, resident_peak
 
 TRANSFORMERS = "transformers"
 BFLOAT16 = "transformers, bfloat16"
@@ -23,7 +23,7 @@ ONNX_INT8 = "onnxruntime, 8 bits"
 OWN = "lln_fairseq"  # a model that cannot be exported
 ONNX_FILES = {ONNX: "onnx/model.onnx", ONNX_INT8: "onnx/model_quantized.onnx"}
 SCORED_ROWS = 8  # rows that are computed at once to score them
-REPEATS = 3  # of the calls with each text, after one that is not timed
+REPEATS = 3  # of the calls with each text that are timed
 
 # Maps rows of one or two texts to the logits (rows, classes) or vectors (rows, features), float32 on the CPU.
 Outputs = Callable[[Sequence[tuple[str, ...]]], Tensor]
@@ -99,12 +99,19 @@ def device() -> str:
 
 
 def time_each(models: Mapping[str, Outputs], batches: Sequence[Sequence[tuple[str, ...]]]) -> dict[str, list[float]]:
-    """Return the milliseconds per text of each model for every batch, the median of REPEATS interleaved calls."""
+    """Return the milliseconds per text of each model for every batch, the median of REPEATS calls, which are in turn.
+
+    Before each of them is one that is not timed: a model that serves alone has its weights in the caches.
+    """
     times: dict[str, list[float]] = {name: [] for name in models}
     for batch in batches:
-        calls = {name: partial(model, batch) for name, model in models.items()}
-        for name, passed in interleaved(calls, device(), REPEATS).items():
-            times[name].append(statistics.median(passed) / len(batch))
+        passed: dict[str, list[float]] = {name: [] for name in models}
+        for _ in range(REPEATS):
+            for name, model in models.items():
+                model(batch)
+                passed[name].append(milliseconds(partial(model, batch), device()))
+        for name, values in passed.items():
+            times[name].append(statistics.median(values) / len(batch))
     return times
 
 

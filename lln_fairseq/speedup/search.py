@@ -245,7 +245,9 @@ class Search:
         entries = self.time_runtimes(candidate.name, directory, result["runtimes"])
         for entry in entries:
             entry.trial = self.trials[candidate]
-        return min(entries, key=lambda entry: entry.milliseconds)
+        fastest = min(entries, key=lambda entry: entry.milliseconds)
+        print_status(f"{fastest.name}: {fastest.milliseconds:.1f} ms")
+        return fastest
 
     def _export(self, folder: Path) -> list[str]:
         """Export FOLDER/model.pt to FOLDER/exported, and return the runtimes to time.

@@ -203,7 +203,10 @@ def test_unchanged_model_in_onnx_can_be_the_answer(sources, tmp_path, set_times,
     report = read_report(out)
     assert report["chosen"] == "unchanged, onnxruntime"
     assert report["test"]["drop"] == 0
-    assert list((out / "model").rglob("model.onnx"))
+    (code,) = code_blocks(out / "report.md", "python")
+    names = {}
+    exec(code, names)
+    assert names["outputs"][0].shape == (1, 2)
 
 
 def test_killed_search_continues(sources, whole, tmp_path, set_times, monkeypatch):
