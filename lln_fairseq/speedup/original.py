@@ -145,10 +145,11 @@ class Original:
         middle = [self.rows.texts[ordered[len(ordered) // 2]]]
         trial = self.journal.once("trial", lambda: time_each({TRANSFORMERS: self.model}, [middle])[TRANSFORMERS])
         few, most = TIMED_BATCHES
-        seconds = 4 * REPEATS * self.args.batch * trial[0] / 1000  # for a batch, beside the original
+        batch = min(self.args.batch, len(ordered))
+        seconds = 4 * REPEATS * batch * trial[0] / 1000  # for a batch, beside the original
         count = int(np.clip(TIMING_SHARE * 60 * self.args.minutes / seconds, few, most))
-        places = np.linspace(0, len(ordered) - self.args.batch, count).round().astype(int)
-        return [[self.rows.texts[number] for number in ordered[place : place + self.args.batch]] for place in places]
+        places = np.linspace(0, len(ordered) - batch, count).round().astype(int)
+        return [[self.rows.texts[number] for number in ordered[place : place + batch]] for place in places]
 
     @cached_property
     def longest_text(self) -> list[tuple[str, ...]]:

@@ -50,7 +50,7 @@ def draw(measurements: list[dict[str, Any]], path: Path) -> None:
         for number, (name, label) in enumerate(NAMES.items()):
             rows = [row for row in measured["rows"] if row["attention"] == name]
             lengths = [row["length"] for row in rows]
-            style = {"label": label, "color": f"C{number}", "marker": "o"}
+            style = {"label": label, "color": f"C{number}", "marker": "osv^"[number], "linestyle": "--"}
             times.loglog(lengths, [row["both"][0] for row in rows], **style)
             memory.loglog(lengths, [megabytes(row, measured["sizes"]) for row in rows], **style)
         times.set_title(panel_title(measured), fontsize=10)
