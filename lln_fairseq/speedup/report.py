@@ -192,7 +192,9 @@ def _write_rows(search: Search, entry: Entry, path: Path) -> None:
 def _cell(search: Search, output: Tensor) -> str:
     if search.original.teacher.labels:
         return search.original.teacher.labels[int(output.argmax())]
-    return " ".join(f"{value:.5g}" for value in output.tolist()[:1]) if not search.original.is_encoder else ""
+    if search.original.is_encoder:
+        return ""
+    return f"{output.item():.5g}"
 
 
 def _markdown(search: Search, entry: Entry | None, chosen: bool, lines: list[str], last_line: str) -> str:
