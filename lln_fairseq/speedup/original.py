@@ -153,6 +153,7 @@ class Original:
 
     @cached_property
     def longest_text(self) -> list[tuple[str, ...]]:
+        """A batch of the row with the most tokens, on which memory is measured."""
         return [self.rows.texts[int(self.lengths.argmax())]]
 
     def _measure(self) -> tuple[float, float | None]:
@@ -165,13 +166,13 @@ class Original:
         return time_each({"original": self.model, "model": model}, self.timed)
 
     def time_beside(self, model: Outputs) -> float:
-        """Return the milliseconds per text of a model: the original's, times the quotient in interleaved calls."""
+        """Return the milliseconds per text of a model: the original's, times the median quotient of calls in turn."""
         times = self.time_interleaved(model)
         shares = [own / original for own, original in zip(times["model"], times["original"], strict=True)]
         return self.milliseconds * statistics.median(shares)
 
     def outputs_of(self, name: str, model: Outputs, split: str) -> Tensor:
-        """Return the outputs of a model for the rows of a split that are scored."""
+        """Return the outputs of a model for the rows of a split that are scored; the journal keeps them by `name`."""
         texts = [self.rows.texts[number] for number in self.scored[split]]
 
         def compute() -> Tensor:
@@ -181,11 +182,13 @@ class Original:
         return self.journal.tensor_once(f"{split} {name}".replace("/", " "), compute)
 
     def quality(self, split: str) -> Metric:
+        """Return the metric for the scored rows of a split, always the same object."""
         if split not in self.qualities:
             self.qualities[split] = self._make_quality(split)
         return self.qualities[split]
 
     def _make_quality(self, split: str) -> Metric:
+        """Return the metric that suits the kind of the model, and labels or groups if the rows have them."""
         original = self.outputs_of(UNCHANGED, self.model, split)
         rows = self.scored[split]
         against_original = 100 - self.args.min_agreement
