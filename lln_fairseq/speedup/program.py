@@ -17,18 +17,19 @@ import argparse
 import json
 import math
 import shutil
+import textwrap
 from pathlib import Path
 
 from lln_fairseq.conversion.directory import read_json
 from lln_fairseq.errors import UserError
 from lln_fairseq.speedup.journal import FOLDER, Journal, checksum
-from lln_fairseq.speedup.report import JSON, opening_code, summarize, write_reports
+from lln_fairseq.speedup.report import JSON, MODEL, opening_code, summarize, write_reports
 from lln_fairseq.speedup.rows import read_labeled_rows, read_text_rows
-from lln_fairseq.speedup.search import WORTH, Search
+from lln_fairseq.speedup.runtimes import TRANSFORMERS
+from lln_fairseq.speedup.search import WORTH, Entry, Search
 from lln_fairseq.text.rows import Columns
 from lln_fairseq.training.malloc import disable_malloc_trim
 
-MODEL = "model"
 # The options on which the results depend.
 SEARCHED = (
     "text",
@@ -67,17 +68,28 @@ def speedup(args: argparse.Namespace) -> None:
         chosen = final["drop"] <= final["limit"] and final["times_as_fast"] >= WORTH
     last_line = summarize(search, entry, final, chosen)
     if chosen and entry is not None and not (args.out / MODEL).exists():
-        shutil.copytree(entry.directory, args.out / f"{MODEL}.part", dirs_exist_ok=True)
-        keep_longest_text(args.out / f"{MODEL}.part", search.original.longest)
-        (args.out / f"{MODEL}.part").rename(args.out / MODEL)
+        write_model(search, entry, args.out / MODEL)
     write_reports(search, entry, final, chosen, last_line)
     for path in (args.out / FOLDER).iterdir():
         if path.is_dir():
             shutil.rmtree(path)
     print(f"\n{args.out}/report.md has all that was tried")
     if chosen and entry is not None:
-        print(f"to open the model:\n{opening_code(search, entry)}\n")
+        print(f"to open the model:\n{opening_code(search, entry, str(args.out / MODEL))}\n")
     print(last_line)
+
+
+def write_model(search: Search, entry: Entry, directory: Path) -> None:
+    """Copy the chosen model to a directory, whose model card first opens it in the runtime that was chosen."""
+    part = directory.with_suffix(".part")
+    shutil.copytree(entry.directory, part, dirs_exist_ok=True)
+    keep_longest_text(part, search.original.longest)
+    if entry.runtime != TRANSFORMERS:
+        code = textwrap.indent(opening_code(search, entry, "DIRECTORY"), "    ")
+        use = f"## Use\n\nIt is fastest in {entry.runtime}:\n\n{code}\n\nIn transformers, with 32 bits:\n"
+        card = part / "README.md"
+        card.write_text(card.read_text(encoding="utf-8").replace("## Use\n", use), encoding="utf-8")
+    part.rename(directory)
 
 
 def keep_longest_text(directory: Path, longest: int) -> None:

@@ -13,10 +13,11 @@ from torch import Tensor
 from lln_fairseq.files import write_bytes
 from lln_fairseq.provenance import describe_provenance, format_result
 from lln_fairseq.speedup.quality import rows_needed
-from lln_fairseq.speedup.runtimes import BFLOAT16, ONNX_FILES
+from lln_fairseq.speedup.runtimes import BFLOAT16, ONNX_FILES, ONNX_INT8
 from lln_fairseq.speedup.search import Entry, Search
 
 JSON = "report.json"
+MODEL = "model"  # the directory of the choice in OUT
 ONNX_CODE = """import onnxruntime
 from transformers import AutoTokenizer
 
@@ -24,7 +25,7 @@ tokenizer = AutoTokenizer.from_pretrained("{directory}")
 options = onnxruntime.SessionOptions()
 options.intra_op_num_threads = {threads}
 model = onnxruntime.InferenceSession("{file}", options)
-outputs = model.run(None, dict(tokenizer(["a text"], truncation=True, return_tensors="np")))"""
+outputs = model.run(None, dict(tokenizer({texts}, truncation=True, return_tensors="np")))"""
 
 
 def summarize(search: Search, entry: Entry | None, final: dict[str, Any] | None, chosen: bool) -> str:
@@ -83,13 +84,13 @@ def caveats(search: Search, final: dict[str, Any] | None) -> list[str]:
     return lines
 
 
-def opening_code(search: Search, entry: Entry) -> str:
-    """Return Python code that opens the chosen model."""
-    directory = search.args.out / "model"
+def opening_code(search: Search, entry: Entry, directory: str) -> str:
+    """Return Python code that opens the chosen model from a directory."""
     if entry.runtime in ONNX_FILES:
-        return ONNX_CODE.format(
-            directory=directory, file=directory / ONNX_FILES[entry.runtime], threads=torch.get_num_threads()
-        )
+        file = f"{directory}/{ONNX_FILES[entry.runtime]}"
+        is_pair = len(search.original.rows.texts[0]) == 2
+        texts = '["a text"], ["its second text"]' if is_pair else '["a text"]'
+        return ONNX_CODE.format(directory=directory, file=file, threads=torch.get_num_threads(), texts=texts)
     if search.original.is_encoder:
         names = "from sentence_transformers import SentenceTransformer"
         options = ", model_kwargs={'dtype': 'bfloat16'}" if entry.runtime == BFLOAT16 else ""
@@ -134,8 +135,8 @@ def commands(search: Search, entry: Entry) -> list[str]:
         lines.append(words)
         exported = "steps/linear/model.pt"
     words = ["lln-fairseq", "export", exported, "steps/exported"]
-    if "onnx" in entry.runtime:
-        words.append("--int8" if "8 bits" in entry.runtime else "--onnx")
+    if entry.runtime in ONNX_FILES:
+        words.append("--int8" if entry.runtime == ONNX_INT8 else "--onnx")
     lines.append(words)
     return [shlex.join(words) for words in lines]
 
@@ -226,7 +227,8 @@ def _markdown(search: Search, entry: Entry | None, chosen: bool, lines: list[str
     ]
     if entry is not None:
         if chosen:
-            text += ["", "To open the model:", "", "```python", opening_code(search, entry), "```"]
+            code = opening_code(search, entry, str(search.args.out / MODEL))
+            text += ["", "To open the model:", "", "```python", code, "```"]
         text += ["", "By hand, in a checkout, with other splits of the rows:", "", "```bash", *commands(search, entry)]
         text.append("```")
     return "\n".join(text) + "\n"

@@ -2,6 +2,7 @@
 
 import json
 import random
+import textwrap
 
 import numpy as np
 import pytest
@@ -207,6 +208,10 @@ def test_unchanged_model_in_onnx_can_be_the_answer(sources, tmp_path, set_times,
     names = {}
     exec(code, names)
     assert names["outputs"][0].shape == (1, 2)
+    # The model card opens it in the same way, before the code that opens the slow weights.
+    card = (out / "model/README.md").read_text()
+    use = card[card.index("## Use") : card.index("AutoModel")]
+    assert textwrap.indent(code.replace(str(out / "model"), "DIRECTORY"), "    ") in use
 
 
 def test_killed_search_continues(sources, whole, tmp_path, set_times, monkeypatch):
