@@ -37,7 +37,7 @@ def summarize(search: Search, entry: Entry | None, final: dict[str, Any] | None,
     after = final["milliseconds"]["model"]
     quality = (
         f"{final['metric']} {final['original']:.1f} -> {final['score']:.1f} on {final['rows']:,} held-out "
-        f"rows (change, 95 % interval: {-final['drop']:+.1f} ± {final['half_width']:.1f})"
+        f"rows (change, 95 % interval: {final['score'] - final['original']:+.1f} ± {final['half_width']:.1f})"
     )
     speed = f"{final['times_as_fast']:.2f} times as fast ({before:.1f} -> {after:.1f} ms for {tokens})"
     if final["half_width"] > final["limit"]:

@@ -22,7 +22,7 @@ from lln_fairseq.ops.formula import DIAG, Spec
 from lln_fairseq.speedup.candidates import Candidate, Linearizer, candidates_for, parse_candidate
 from lln_fairseq.speedup.journal import Journal
 from lln_fairseq.speedup.original import UNCHANGED, Original
-from lln_fairseq.speedup.quality import Cosine
+from lln_fairseq.speedup.quality import Cosine, rows_needed
 from lln_fairseq.speedup.rows import Rows
 from lln_fairseq.speedup.runtimes import (
     ONNX,
@@ -361,6 +361,8 @@ class Search:
     def report_on(self, entry: Entry) -> dict[str, Any]:
         """Return an entry's scores on the test rows, their interval, and its times beside the original's."""
         model = self.load(entry)
+        count = self.journal.once("test rows", partial(self._count_test_rows, entry, model))
+        self.original.scored["test"] = self.original.splits["test"][:count]
         quality = self.original.quality("test")
         outputs = self.original.outputs_of(entry.name, model, "test")
 
@@ -383,3 +385,17 @@ class Search:
         if isinstance(quality, Cosine):
             result["same_neighbor"] = quality.same_neighbor(outputs)
         return result
+
+    def _count_test_rows(self, entry: Entry, model: Outputs) -> int:
+        """Return how many test rows to score: enough to tell a drop of the limit from none, if there is time.
+
+        How many that are is estimated from the validation rows. The rows for which time was kept are always scored.
+        """
+        quality = self.original.quality("valid")
+        valid = self.original.outputs_of(entry.name, model, "valid")
+        enough = len(self.original.splits["test"])
+        if quality.limit > 0:
+            enough = min(enough, rows_needed(len(valid), quality.half_width(valid), quality.limit))
+        seconds = (self.original.milliseconds + entry.milliseconds) / 1000
+        in_time = int(self.left() / seconds)
+        return max(len(self.original.scored["test"]), min(enough, in_time))

@@ -15,6 +15,7 @@ from lln_fairseq.conversion.convert import convert
 from lln_fairseq.speedup import candidates, original, search
 from lln_fairseq.speedup.candidates import candidates_for, make_candidate
 from lln_fairseq.speedup.journal import Journal
+from lln_fairseq.speedup.quality import Agreement
 from lln_fairseq.speedup.search import Search
 from tests.conversion.classifiers import make_classifier, transformers_logits
 from tests.conversion.sources import make_model
@@ -271,6 +272,28 @@ def test_chosen_attentions_are_all_trained_and_those_without_export_never_chosen
     assert all(row["score"] is not None for row in report["models"])
     assert report["chosen"] is None
     assert any("elu cannot be exported" in note for note in report["notes"])
+
+
+@pytest.mark.parametrize(("limit", "seconds", "rows"), [(80, 1e6, 100), (0.1, 1e6, 128), (0.1, 110.5 * 0.014, 110)])
+def test_as_many_test_rows_as_tell_the_limit_if_there_is_time(
+    sources, tmp_path, set_times, monkeypatch, limit, seconds, rows
+):
+    set_times(blocks=4.0)  # so that a row takes 0.014 s
+    report_on = Search.report_on
+
+    def report_with_little_time(self, entry):
+        monkeypatch.setattr(Search, "left", lambda self: seconds)
+        return report_on(self, entry)
+
+    monkeypatch.setattr(Search, "report_on", report_with_little_time)
+    monkeypatch.setattr(Search, "is_good", lambda self, entry: entry.drop is not None)
+    monkeypatch.setattr(Agreement, "half_width", lambda self, outputs: 10.0)
+    monkeypatch.setattr(original, "SCORING_SHARE", 0)  # time is kept for 100 rows
+    out = tmp_path / "faster"
+    assert run(sources, "classifier", out, "--min-agreement", 100 - limit) == 0
+    report = read_report(out)
+    assert report["rows"]["test"] == report["test"]["rows"] == rows
+    assert len((out / "rows.tsv").read_text().splitlines()) == rows + 1
 
 
 BAD_INPUT = {
