@@ -342,7 +342,7 @@ class Search:
             entry = self.swap(candidate)
             if not self.is_faster(entry):
                 return
-            steps = self.journal.once(f"plan of {candidate.name}", lambda: self.steps_for([candidate]))  # noqa: B023
+            steps = self.journal.once(f"plan of {candidate.name}", partial(self.steps_for, [candidate]))
             if steps < FEW_STEPS:
                 self.notes.append(f"There was no time to train: {candidate.name}. More --minutes would allow it.")
                 return
