@@ -58,6 +58,10 @@ REQUIRED_OPTIONS = {  # the options of which Hugging Face's RoBERTa supports a s
 }
 
 
+class NotExportableError(UserError):
+    """A model has an attention or an option that an exported model cannot have."""
+
+
 @dataclass(frozen=True)
 class ExportedModel:
     """A model with Hugging Face's option and parameter names.
@@ -147,9 +151,9 @@ def convert_to_hugging_face(
 
 
 def require_exportable_activation(activation: str) -> None:
-    """Raise UserError if the activation of the layers, by fairseq's name, cannot be exported."""
+    """Raise NotExportableError if the activation of the layers, by fairseq's name, cannot be exported."""
     if activation not in ACTIVATIONS:
-        raise UserError(f"activation_fn={activation} cannot be exported: choose from {', '.join(ACTIVATIONS)}")
+        raise NotExportableError(f"activation_fn={activation} cannot be exported: choose from {', '.join(ACTIVATIONS)}")
 
 
 def longest_exported_sequence(config: Mapping[str, Any]) -> int:
@@ -175,27 +179,31 @@ def modeling_files() -> dict[str, bytes]:
 
 
 def _check_options(args: Any, attention_options: Mapping[str, Any]) -> None:
-    """Raise UserError for an attention or an option that cannot be exported.
+    """Raise NotExportableError for an attention or an option that cannot be exported.
 
     Only the options in REQUIRED_OPTIONS and MODELING_OPTIONS are checked. A missing option counts as supported.
     """
     exportable = (STOCK_ATTENTION, *MODELING_ATTENTIONS)
     if args.attention not in exportable:
-        raise UserError(f"the attention {args.attention} cannot be exported: choose from {', '.join(exportable)}")
+        raise NotExportableError(
+            f"the attention {args.attention} cannot be exported: choose from {', '.join(exportable)}"
+        )
     for option, required in REQUIRED_OPTIONS.items():
         value = getattr(args, option, required)
         if value != required:
-            raise UserError(f"{option}={value} cannot be exported: Hugging Face's RoBERTa supports only {required}")
+            raise NotExportableError(
+                f"{option}={value} cannot be exported: Hugging Face's RoBERTa supports only {required}"
+            )
     require_exportable_activation(args.activation_fn)
     activation = getattr(args, "pooler_activation_fn", POOLER_ACTIVATIONS[0])
     if activation not in POOLER_ACTIVATIONS:
-        raise UserError(
+        raise NotExportableError(
             f"pooler_activation_fn={activation} cannot be exported: choose from {', '.join(POOLER_ACTIVATIONS)}"
         )
     for option, supported in MODELING_OPTIONS.items():
         value = attention_options.get(option, supported[0])
         if value not in supported:
-            raise UserError(
+            raise NotExportableError(
                 f"{option}={value} of {args.attention} cannot be exported: choose from {', '.join(supported)}"
             )
 

@@ -64,7 +64,7 @@ class Candidate:
 
     @property
     def folder(self) -> str:
-        return "".join(character if character.isalnum() else "_" for character in self.name)
+        return "attention_" + "".join(character if character.isalnum() else "_" for character in self.name)
 
     def with_softmax(self, count: int) -> "Candidate":
         layers = "a layer" if count == 1 else f"{count} layers"
@@ -193,7 +193,7 @@ class Linearizer:
         trainer.train_step(self.rows, self.tokens, self.longest)
         return time.monotonic() - start
 
-    def train(self, candidate: Candidate, steps: dict[str, int], out: Path) -> list[int]:
+    def train(self, candidate: Candidate, steps: dict[str, int], out: Path, on_save: Callable[[], None]) -> list[int]:
         """Write the trained model to OUT/model.pt, and return the layers that have softmax.
 
         An interrupted training continues from what it saved in OUT.
@@ -202,6 +202,7 @@ class Linearizer:
             candidate: the attention.
             steps: of the stages "transfer" and "distillation".
             out: a directory, which is created.
+            on_save: is called after something was saved.
         """
         out.mkdir(parents=True, exist_ok=True)
         path = out / STATES
@@ -216,6 +217,7 @@ class Linearizer:
             def save(state: dict[str, Any]) -> None:
                 states[name] = state
                 save_atomically(states, path)
+                on_save()
 
             return save
 

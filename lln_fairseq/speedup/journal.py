@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -49,17 +50,29 @@ class Journal:
         self.start = time.monotonic()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = lock_directory(self.folder, "search", "OUT")
+        if not self.file.exists():
+            self.remove_folders()  # of a search that was refused, perhaps with another model
 
     def seconds(self) -> float:
         """Return the time that this and the earlier runs have taken, without what an interruption lost."""
         return self.earlier_seconds + time.monotonic() - self.start
 
+    def save(self) -> None:
+        """Write the results and the time so far."""
+        content = {"identity": self.identity, "seconds": self.seconds(), "values": self.values}
+        write_bytes(self.file, (json.dumps(content, indent=1) + "\n").encode())
+
+    def remove_folders(self) -> None:
+        """Remove the models of the search, but not its results."""
+        for path in self.folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+
     def once(self, name: str, compute: Callable[[], Any]) -> Any:
         """Return a value that JSON can store, computed by the first run that needs it."""
         if name not in self.values:
             self.values[name] = compute()
-            content = {"identity": self.identity, "seconds": self.seconds(), "values": self.values}
-            write_bytes(self.file, (json.dumps(content, indent=1) + "\n").encode())
+            self.save()
         return self.values[name]
 
     def tensor_once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
@@ -67,6 +80,7 @@ class Journal:
         path = self.folder / f"{name}.pt"
         if not path.exists():
             save_atomically(compute(), path)
+            self.save()
         tensor: Tensor = torch.load(path)
         return tensor
 

@@ -38,6 +38,9 @@ UNCHANGED = "unchanged"
 SCORING_SHARE = 0.08  # of the minutes, for the original on the validation rows, or on the test rows
 TIMING_SHARE = 0.02  # for the times of a model
 TIMED_BATCHES = (5, 15)  # fewest and most
+SCORED_ROWS = 8  # rows that are computed at once to score them
+SCORED_TOKENS = 8192  # of them, at most
+FEWEST_GROUPS = 5  # of rows that are scored
 FREE_COPIES = 12  # of the original, which the disk must have room for
 
 
@@ -70,7 +73,7 @@ class Original:
         self.checkpoint = journal.folder / "softmax" / CHECKPOINT
         self._require_disk_space()
         self.directory = self._convert()
-        self.teacher = load_text_model(self.checkpoint)
+        self.teacher = load_text_model(self.checkpoint, precision="float32")  # it is trained further
         if not self.teacher.finetuned and not self.teacher.is_sentence_encoder:
             raise UserError(f"{args.model} is a masked language model: fine-tune it first")
         self.is_encoder = not self.teacher.finetuned
@@ -94,7 +97,7 @@ class Original:
         self.milliseconds, self.memory = measured
         most = int(SCORING_SHARE * 60 * args.minutes / (self.milliseconds / 1000))
         counts = {split: min(MOST[split], max(most, 100)) for split in MOST}
-        self.scored = {split: self.splits[split][: counts[split]] for split in MOST}
+        self.scored = {split: self.first_rows(split, counts[split]) for split in MOST}
         self.qualities: dict[str, Metric] = {}
         print_status(
             f"{args.model}: {self.milliseconds:.1f} ms per text of {np.median(self.lengths):.0f} tokens in "
@@ -106,7 +109,7 @@ class Original:
         """Raise UserError if the disk of OUT cannot hold FREE_COPIES of the original."""
         model = self.args.model
         files = [model] if model.is_file() else [path for path in model.rglob("*") if path.is_file()]
-        needed = FREE_COPIES * max(path.stat().st_size for path in files)
+        needed = FREE_COPIES * max((path.stat().st_size for path in files), default=0)
         free = shutil.disk_usage(self.journal.folder).free
         if free < needed and not self.checkpoint.exists():
             raise UserError(f"{self.args.out}: the search needs {needed / 1e6:,.0f} MB, and {free / 1e6:,.0f} are free")
@@ -118,7 +121,7 @@ class Original:
             directory = self.journal.folder / "stock"  # `convert` drops the head of a checkpoint
             if not directory.exists():
                 export(self.args.model, directory)
-        attention = read_json(directory / CONFIG).get("attention", STOCK_ATTENTION)
+        attention = read_json(locate_model(directory)[1] / CONFIG).get("attention", STOCK_ATTENTION)
         if attention != STOCK_ATTENTION:
             raise UserError(f"{self.args.model} has {attention} attention: give the model with softmax that it is from")
         if not self.checkpoint.exists():
@@ -137,6 +140,16 @@ class Original:
         if too_long:
             self.notes.append(f"{too_long:,} of {len(samples):,} rows are cut to the model's {self.longest} tokens.")
         return [cut_sample(sample, self.longest) for sample in samples]
+
+    def first_rows(self, split: str, count: int) -> np.ndarray:
+        """Return the numbers of the first rows of a split, at least FEWEST_GROUPS whole groups if there are any."""
+        numbers = self.splits[split]
+        if self.rows.groups is None:
+            return numbers[:count]
+        groups = np.asarray(self.rows.groups)[numbers]
+        stops = [*np.flatnonzero(groups[1:] != groups[:-1]) + 1, len(numbers)]
+        enough = [stop for stop in stops[FEWEST_GROUPS - 1 :] if stop >= count]
+        return numbers[: enough[0] if enough else len(numbers)]
 
     def _choose_timed_batches(self) -> list[list[tuple[str, ...]]]:
         """Return batches of the validation rows whose lengths are spread evenly over those of all of them."""
@@ -174,10 +187,11 @@ class Original:
     def outputs_of(self, name: str, model: Outputs, split: str) -> Tensor:
         """Return the outputs of a model for the rows of a split that are scored; the journal keeps them by `name`."""
         texts = [self.rows.texts[number] for number in self.scored[split]]
+        rows_at_once = int(np.clip(SCORED_TOKENS // self.lengths.max(), 1, SCORED_ROWS))
 
         def compute() -> Tensor:
             with progress_bar(f"{name}: {split} rows", len(texts), "row") as bar:
-                return outputs_for_rows(model, texts, bar.update)
+                return outputs_for_rows(model, texts, rows_at_once, bar.update)
 
         return self.journal.tensor_once(f"{split} {name}".replace("/", " "), compute)
 

@@ -21,8 +21,10 @@ import textwrap
 from pathlib import Path
 
 from lln_fairseq.conversion.directory import read_json
+from lln_fairseq.conversion.to_onnx import check_packages
 from lln_fairseq.errors import UserError
-from lln_fairseq.speedup.journal import FOLDER, Journal, checksum
+from lln_fairseq.speedup.candidates import parse_candidate
+from lln_fairseq.speedup.journal import Journal, checksum
 from lln_fairseq.speedup.report import JSON, MODEL, opening_code, summarize, write_reports
 from lln_fairseq.speedup.rows import read_labeled_rows, read_text_rows
 from lln_fairseq.speedup.runtimes import TRANSFORMERS
@@ -49,6 +51,12 @@ def speedup(args: argparse.Namespace) -> None:
     """Search for a faster model, and write it with the reports to OUT. Do nothing if OUT is complete."""
     if not args.model.exists():
         raise UserError(f"no such directory or checkpoint: {args.model}")
+    if args.out.resolve().is_relative_to(args.model.resolve()):
+        raise UserError(f"{args.out} is in the directory of the model: give another OUT")
+    if args.onnx:
+        check_packages()
+    for spec in args.attentions or ():
+        parse_candidate(spec)
     if args.texts is not None:
         rows = read_text_rows(args.texts)
     else:
@@ -57,6 +65,7 @@ def speedup(args: argparse.Namespace) -> None:
     identity |= {name: getattr(args, name) for name in SEARCHED}
     journal = Journal(args.out, identity)
     if (args.out / JSON).exists():
+        journal.remove_folders()
         print(json.loads((args.out / JSON).read_text())["summary"])
         return
     search = Search(args, journal, rows)
@@ -70,9 +79,7 @@ def speedup(args: argparse.Namespace) -> None:
     if chosen and entry is not None and not (args.out / MODEL).exists():
         write_model(search, entry, args.out / MODEL)
     write_reports(search, entry, final, chosen, last_line)
-    for path in (args.out / FOLDER).iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
+    journal.remove_folders()
     print(f"\n{args.out}/report.md has all that was tried")
     if chosen and entry is not None:
         print(f"to open the model:\n{opening_code(search, entry, str(args.out / MODEL))}\n")

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lln_fairseq.files import write_bytes
 from lln_fairseq.provenance import describe_provenance, format_result
-from lln_fairseq.speedup.quality import rows_needed
+from lln_fairseq.speedup.original import Original
+from lln_fairseq.speedup.quality import Cosine, rows_needed
 from lln_fairseq.speedup.runtimes import BFLOAT16, ONNX_FILES, ONNX_INT8
 from lln_fairseq.speedup.search import Entry, Search
 
@@ -123,8 +124,9 @@ def commands(search: Search, entry: Entry) -> list[str]:
         else:
             words = ["python", "-m", "data_prep.tsv", "--train", rows, "--valid", rows, "--text", *args.text]
             words += ["--label", args.label or "A_COLUMN_OF_LABELS", "--tokenizer", "steps/softmax", "--out", data]
+            words += ["--no-header"] if args.no_header else []
             words += ["--labels", "steps/softmax"] if search.original.teacher.labels else ["--regression"]
-            lines.append(words)
+            lines.append([*words, *_rename_options(search.original)])
         options = [f"{key}={json.dumps(value).strip(chr(34))}" for key, value in candidate.options.items()]
         words = ["lln-fairseq", "linearize", exported, data, "steps/linear", "--attention", candidate.attention]
         steps = str(trial.steps or 0)
@@ -139,6 +141,16 @@ def commands(search: Search, entry: Entry) -> list[str]:
         words.append("--int8" if entry.runtime == ONNX_INT8 else "--onnx")
     lines.append(words)
     return [shlex.join(words) for words in lines]
+
+
+def _rename_options(original: Original) -> list[str]:
+    """Return options that name the classes of rows whose labels are their numbers."""
+    names = original.teacher.labels
+    options: list[str] = []
+    if original.rows.labels and names and not set(original.rows.labels) <= set(names):
+        for number, name in enumerate(names):
+            options += ["--rename", str(number), name]
+    return options
 
 
 def write_reports(
@@ -180,21 +192,25 @@ def _describe(entry: Entry) -> dict[str, Any]:
 
 
 def _write_rows(search: Search, entry: Entry, path: Path) -> None:
-    """Write the outputs of the original and of an entry for every row that reports."""
-    original = search.original.quality("test").original
+    """Write the outputs of the original and of an entry for every test row, or of encoders 100 times their cosine."""
+    quality = search.original.quality("test")
     outputs = search.original.outputs_of(entry.name, search.load(entry), "test")
-    lines = ["row\tlabel\toriginal\tmodel"]
-    for place, number in enumerate(search.original.scored["test"]):
-        label = search.original.rows.labels[number] if search.original.rows.labels else ""
-        lines.append(f"{number + 1}\t{label}\t{_cell(search, original[place])}\t{_cell(search, outputs[place])}")
+    numbers = search.original.scored["test"]
+    if isinstance(quality, Cosine):
+        lines = ["row\tcosine"]
+        for number, value in zip(numbers, quality.values(outputs), strict=True):
+            lines.append(f"{number + 1}\t{value:.2f}")
+    else:
+        lines = ["row\tlabel\toriginal\tmodel"]
+        for number, before, after in zip(numbers, quality.original, outputs, strict=True):
+            label = search.original.rows.labels[number] if search.original.rows.labels else ""
+            lines.append(f"{number + 1}\t{label}\t{_cell(search, before)}\t{_cell(search, after)}")
     write_bytes(path, ("\n".join(lines) + "\n").encode())
 
 
 def _cell(search: Search, output: Tensor) -> str:
     if search.original.teacher.labels:
         return search.original.teacher.labels[int(output.argmax())]
-    if search.original.is_encoder:
-        return ""
     return f"{output.item():.5g}"
 
 
@@ -220,8 +236,8 @@ def _markdown(search: Search, entry: Entry | None, chosen: bool, lines: list[str
         f"Median time of a text, {search.args.batch} at once. Rows have {np.median(lengths):.0f} tokens (median), "
         f"{np.quantile(lengths, 0.9):.0f} (90 %) and {lengths.max()} (longest). Memory is that of the longest text, "
         f"without weights. The scores are those of {scored:,} validation rows; the line above has test rows, and times "
-        "that were measured once more. Models without a score are not faster by a tenth than a good one, or there was "
-        "no time to train them.",
+        "that were measured once more. Models without a score are not faster by a tenth than a good one or than the "
+        "same attention in another runtime, or there was no time to train them.",
         "",
         *(f"- {line}" for line in lines),
     ]

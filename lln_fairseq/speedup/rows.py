@@ -11,7 +11,8 @@ from lln_fairseq.errors import UserError
 from lln_fairseq.text.read_lines import read_lines
 from lln_fairseq.text.rows import Columns, read_file_rows
 
-FEWEST = 300
+FEWEST = 300  # rows
+FEWEST_GROUPS = 30
 SHARES = {"test": 0.4, "valid": 0.2}  # of the rows; all others train
 MOST = {"test": 2000, "valid": 1000}  # rows
 MOST_ROWS = 20_000
@@ -51,6 +52,8 @@ def _require_enough(rows: Rows, path: Path) -> Rows:
     different = len(set(rows.texts))
     if different < FEWEST:
         raise UserError(f"{path} has {different} different rows, but a search needs at least {FEWEST}")
+    if rows.groups and len(set(rows.groups)) < FEWEST_GROUPS:
+        raise UserError(f"{path} has {len(set(rows.groups))} groups, but a search needs at least {FEWEST_GROUPS}")
     return rows
 
 
@@ -84,11 +87,14 @@ def number_labels(labels: Sequence[str], names: Sequence[str], column: str) -> n
     """
     if not names:
         try:
-            return np.array([float(label) for label in labels])
+            numbers = np.array([float(label) for label in labels])
         except ValueError as error:
             raise UserError(f"--label {column}: the model has one output, so labels must be numbers: {error}") from None
-    numbers = {name: number for number, name in enumerate(names)}
-    unknown = sorted(set(labels) - set(numbers))
+        if not np.isfinite(numbers).all():
+            raise UserError(f"--label {column}: a label is not finite")
+        return numbers
+    classes = {name: number for number, name in enumerate(names)}
+    unknown = sorted(set(labels) - set(classes))
     if unknown and set(labels) <= {str(number) for number in range(len(names))}:
         return np.array([int(label) for label in labels])
     if unknown:
@@ -96,4 +102,4 @@ def number_labels(labels: Sequence[str], names: Sequence[str], column: str) -> n
             f"--label {column}: {unknown[0]!r} is not a label of the model ({', '.join(names)[:200]}), and the labels "
             f"are not numbers from 0 to {len(names) - 1} either: write these in the file"
         )
-    return np.array([numbers[label] for label in labels])
+    return np.array([classes[label] for label in labels])

@@ -22,7 +22,6 @@ ONNX = "onnxruntime"
 ONNX_INT8 = "onnxruntime, 8 bits"
 OWN = "lln_fairseq"  # a model that cannot be exported
 ONNX_FILES = {ONNX: "onnx/model.onnx", ONNX_INT8: "onnx/model_quantized.onnx"}
-SCORED_ROWS = 8  # rows that are computed at once to score them
 REPEATS = 3  # of the calls with each text that are timed
 
 # Maps rows of one or two texts to the logits (rows, classes) or vectors (rows, features), float32 on the CPU.
@@ -127,12 +126,14 @@ def memory_of(model: Outputs, batch: Sequence[tuple[str, ...]]) -> float | None:
     return round(resident_peak(lambda: partial(model, batch)) / 1e6, 1)
 
 
-def outputs_for_rows(model: Outputs, texts: Sequence[tuple[str, ...]], advance: Callable[[int], object]) -> Tensor:
+def outputs_for_rows(
+    model: Outputs, texts: Sequence[tuple[str, ...]], batch_size: int, advance: Callable[[int], object]
+) -> Tensor:
     """Return the outputs for all texts, in their order. `advance` is called with the number of rows of each batch."""
     order = sorted(range(len(texts)), key=lambda number: sum(map(len, texts[number])))
     parts = []
-    for start in range(0, len(order), SCORED_ROWS):
-        numbers = order[start : start + SCORED_ROWS]
+    for start in range(0, len(order), batch_size):
+        numbers = order[start : start + batch_size]
         parts.append(model([texts[number] for number in numbers]))
         advance(len(numbers))
     return torch.cat(parts)[torch.tensor(order).argsort()]

@@ -15,7 +15,7 @@ import torch
 
 from lln_fairseq.conversion.convert import CHECKPOINT
 from lln_fairseq.conversion.export import export
-from lln_fairseq.errors import UserError
+from lln_fairseq.conversion.to_hugging_face import NotExportableError
 from lln_fairseq.inference.text_model import load_text_model
 from lln_fairseq.ops.backends import cpu
 from lln_fairseq.ops.formula import DIAG, Spec
@@ -94,6 +94,11 @@ class Entry:
         return f"{self.model}, {self.runtime}"
 
 
+def _swap_of(candidate: Candidate) -> str:
+    """Return the name of a candidate's trial in the journal."""
+    return f"swap of {candidate.name}"
+
+
 class Search:
     """A search for a faster model. `run` returns the choice.
 
@@ -157,22 +162,28 @@ class Search:
         """Time and score the unchanged model in other runtimes and precisions."""
         self.entries[0].score = self.original.quality("valid").score(self.original.quality("valid").original)
         directory = self.folder / UNCHANGED
+        reason = self.journal.once("no ONNX", self._reason_against_onnx)
         runtimes = half_precisions()
-        if torch.cuda.is_available():
-            self.notes.append("ONNX was not tried, because there is a GPU.")
-        elif not all(find_spec(package) for package in ("onnxruntime", "onnxscript")):
-            self.notes.append("ONNX was not tried: `pip install -e '.[onnx]'` installs it.")
-        elif self.left() < ONNX_SECONDS and not directory.exists():
-            self.notes.append("ONNX was not tried: it needs about four minutes of --minutes.")
+        if reason:
+            self.notes.append(f"ONNX was not tried: {reason}.")
         else:
             runtimes += [ONNX, ONNX_INT8]
-        with_onnx = ONNX in runtimes
         if runtimes and not directory.exists():
             print_status("exporting the unchanged model")
-            export(self.original.checkpoint, directory, onnx=with_onnx, int8=with_onnx)
+            export(self.original.checkpoint, directory, onnx=not reason, int8=not reason)
         for entry in self.time_runtimes(UNCHANGED, directory, runtimes):
             if self.is_faster(entry):
                 self.score(entry)
+
+    def _reason_against_onnx(self) -> str:
+        """Return why the unchanged model is not tried in ONNX, or ""."""
+        if torch.cuda.is_available():
+            return "there is a GPU"
+        if not all(find_spec(package) for package in ("onnxruntime", "onnxscript")):
+            return "`pip install -e '.[onnx]'` installs it"
+        if self.left() < ONNX_SECONDS:
+            return "it needs about four minutes of --minutes"
+        return ""
 
     def time_runtimes(self, name: str, directory: Path, runtimes: Sequence[str]) -> list[Entry]:
         """Return a model in each runtime as entries, which are also added to `entries`, and time them."""
@@ -209,20 +220,22 @@ class Search:
             reason = cpu.reason_against(Spec(DIAG), torch.empty(1, 1, 1, attention.head_dim))
             if reason is not None:
                 self.notes.append(f"The other attentions would be about twice as fast with our kernels. {reason}")
-        timed: list[Candidate] = []
-        slowest = 0.0
         for candidate in candidates:
-            if self.left() < slowest:
-                self.notes.append(f"There was no time for {candidate.name}. More --minutes would allow it.")
-                continue
-            self.swap(candidate)
-            slowest = max(slowest, self.trials[candidate].seconds)
-            timed.append(candidate)
-        selected = self.select(timed)
+            if self.has_time(candidate):
+                self.swap(candidate)
+        selected = self.select(list(self.trials))
         for candidate in selected:
             self.train(candidate)
         if selected and not self.args.attentions:
             self.restore_softmax(selected)
+
+    def has_time(self, candidate: Candidate) -> bool:
+        """Return True if there is as much time as the slowest swap took, or this one is done. Otherwise add a note."""
+        slowest = max((trial.seconds for trial in self.trials.values()), default=0.0)
+        if _swap_of(candidate) in self.journal.values or self.left() >= slowest:
+            return True
+        self.notes.append(f"There was no time for {candidate.name}. More --minutes would allow it.")
+        return False
 
     def swap(self, candidate: Candidate) -> Entry:
         """Time a candidate without training, and return its fastest runtime."""
@@ -233,14 +246,21 @@ class Search:
             print_status(f"{candidate.name}: swapped in without training")
             shutil.rmtree(folder, ignore_errors=True)
             result = self.linearizer.swap(candidate, folder)
-            result["runtimes"] = self._export(folder)
+            result["runtimes"] = [TRANSFORMERS, *half_precisions(), *([ONNX] if self.args.onnx else [])]
+            result["reason"] = ""
+            try:
+                self._export(folder)
+            except NotExportableError as error:
+                result["runtimes"] = [OWN]
+                result["reason"] = str(error)
             result["seconds"] = self.journal.seconds() - start
             return result
 
-        result = self.journal.once(f"swap of {candidate.name}", compute)
+        result = self.journal.once(_swap_of(candidate), compute)
         directory = folder / EXPORTED
-        if result["runtimes"] == [OWN]:
+        if result["reason"]:
             directory = folder / CHECKPOINT
+            self.notes.append(f"{candidate.name} is never chosen: {result['reason']}")
         self.trials[candidate] = Trial(candidate, result["distance"], result["step_seconds"], result["seconds"])
         entries = self.time_runtimes(candidate.name, directory, result["runtimes"])
         for entry in entries:
@@ -249,17 +269,10 @@ class Search:
         print_status(f"{fastest.name}: {fastest.milliseconds:.1f} ms")
         return fastest
 
-    def _export(self, folder: Path) -> list[str]:
-        """Export FOLDER/model.pt to FOLDER/exported, and return the runtimes to time.
-
-        They are [OWN] if the attention cannot be exported, which a note then says.
-        """
-        try:
-            export(folder / CHECKPOINT, folder / EXPORTED, onnx=self.args.onnx)
-        except UserError as error:
-            self.notes.append(f"{folder.name} cannot be exported, so it is never chosen: {error}")
-            return [OWN]
-        return [TRANSFORMERS, *half_precisions(), *([ONNX] if self.args.onnx else [])]
+    def _export(self, folder: Path) -> None:
+        """Export FOLDER/model.pt to FOLDER/exported."""
+        shutil.rmtree(folder / EXPORTED, ignore_errors=True)
+        export(folder / CHECKPOINT, folder / EXPORTED, onnx=self.args.onnx)
 
     def entries_of(self, candidate: Candidate) -> list[Entry]:
         return [entry for entry in self.entries if entry.model == candidate.name]
@@ -315,9 +328,10 @@ class Search:
 
         def compute() -> list[int]:
             print_status(f"{candidate.name}: training, {steps} steps")
-            layers = self.linearizer.train(candidate, {"transfer": steps, "distillation": steps}, folder)
-            shutil.rmtree(folder / EXPORTED, ignore_errors=True)
-            self._export(folder)
+            stages = {"transfer": steps, "distillation": steps}
+            layers = self.linearizer.train(candidate, stages, folder, on_save=self.journal.save)
+            if self.fastest_of(candidate).runtime != OWN:
+                self._export(folder)
             return layers
 
         self.trials[candidate].layers = self.journal.once(f"training of {candidate.name}", compute)
@@ -339,6 +353,8 @@ class Search:
             candidate = best.with_softmax(count)
             if candidate in trained:
                 continue
+            if not self.has_time(candidate):
+                return
             entry = self.swap(candidate)
             if not self.is_faster(entry):
                 return
@@ -362,7 +378,7 @@ class Search:
         """Return an entry's scores on the test rows, their interval, and its times beside the original's."""
         model = self.load(entry)
         count = self.journal.once("test rows", partial(self._count_test_rows, entry, model))
-        self.original.scored["test"] = self.original.splits["test"][:count]
+        self.original.scored["test"] = self.original.first_rows("test", count)
         quality = self.original.quality("test")
         outputs = self.original.outputs_of(entry.name, model, "test")
 

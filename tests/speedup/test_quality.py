@@ -22,7 +22,21 @@ def test_accuracy_drops_by_the_share_of_rows_that_became_wrong():
     assert quality.drop(outputs) == pytest.approx(3.0)
     assert quality.drop(outputs) > quality.limit
     assert quality.drop(original) <= quality.limit
-    assert quality.half_width(outputs) == pytest.approx(196 * np.sqrt(0.03 * 0.97 / 1000))
+    assert quality.half_width(outputs) == pytest.approx(196 * np.sqrt(0.03 * 0.97 / 1000), rel=0.02)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1])
+def test_interval_of_accuracy_holds_in_95_of_100_small_tests(share):
+    generator = np.random.default_rng(0)
+    held = 0
+    for _ in range(400):
+        worse, better = generator.random((2, 150)) < share / 2
+        original = torch.from_numpy(np.stack([~better, better], axis=1).astype(float))
+        outputs = torch.from_numpy(np.stack([~worse, worse], axis=1).astype(float))
+        quality = Accuracy(original, 1.0, np.zeros(150, dtype=int))
+        held += abs(quality.drop(outputs)) <= quality.half_width(outputs)
+    assert held / 400 >= 0.93
+    assert quality.half_width(original) > 1  # nothing has changed
 
 
 @pytest.mark.parametrize("kind", ["accuracy", "ndcg", "spearman", "cosine"])

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from lln_fairseq.errors import UserError
-from lln_fairseq.speedup.rows import Rows, number_labels, read_text_rows, split_rows
+from lln_fairseq.speedup.rows import Rows, number_labels, read_labeled_rows, read_text_rows, split_rows
+from lln_fairseq.text.rows import Columns
 
 
 def test_splits_are_disjoint_complete_and_follow_the_seed():
@@ -47,6 +48,15 @@ def test_labels_are_names_or_numbers_of_classes():
         number_labels(["2", "0"], names, "label")
     with pytest.raises(UserError, match="one output, so labels must be numbers"):
         number_labels(["good"], [], "label")
+    with pytest.raises(UserError, match="a label is not finite"):
+        number_labels(["1", "nan"], [], "label")
+
+
+def test_groups_must_be_several(tmp_path):
+    path = tmp_path / "rows.tsv"
+    path.write_text("text\tgroup\n" + "".join(f"text {row}\t{row % 9}\n" for row in range(400)))
+    with pytest.raises(UserError, match="has 9 groups, but a search needs at least 30"):
+        read_labeled_rows(path, Columns(["text"], None, group="group"))
 
 
 def test_texts_must_be_different(tmp_path):

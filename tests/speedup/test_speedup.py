@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification
 
 from lln_fairseq.__main__ import main
 from lln_fairseq.conversion.convert import convert
-from lln_fairseq.speedup import candidates, original, search
+from lln_fairseq.speedup import candidates, original, program, search
 from lln_fairseq.speedup.candidates import candidates_for, make_candidate
 from lln_fairseq.speedup.journal import Journal
 from lln_fairseq.speedup.quality import Agreement
@@ -91,6 +91,10 @@ def run(sources, model, out, *options):
 
 def read_report(out):
     return json.loads((out / "report.json").read_text())
+
+
+def interrupt(*args):
+    raise KeyboardInterrupt
 
 
 WHOLE = ("--min-agreement", 20)
@@ -241,6 +245,38 @@ def test_killed_search_continues(sources, whole, tmp_path, set_times, monkeypatc
     assert (whole / "rows.tsv").read_text() == (killed / "rows.tsv").read_text()
 
 
+def test_search_without_time_left_ends_as_it_would_have(sources, whole, tmp_path, set_times, monkeypatch):
+    set_times(blocks=4.0)
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(program, "write_reports", interrupt)
+        assert run(sources, "classifier", out, *WHOLE) == 130
+    monkeypatch.setattr(Search, "left", lambda self: -1.0)
+    assert run(sources, "classifier", out, *WHOLE) == 0
+    assert read_report(out)["summary"] == read_report(whole)["summary"]
+    assert read_report(out)["notes"] == read_report(whole)["notes"]
+    assert (whole / "rows.tsv").read_text() == (out / "rows.tsv").read_text()
+
+
+def test_refused_search_leaves_no_model_to_the_next(sources, whole, tmp_path, set_times, capsys):
+    set_times(blocks=4.0)
+    out = tmp_path / "out"
+    rows = ["--rows", str(sources / "rows.tsv"), "--text", "question", "passage"]
+    assert main(["speedup", str(sources / "encoder"), str(out), *rows]) == 1
+    assert "is an encoder: give --texts" in capsys.readouterr().err
+    assert run(sources, "classifier", out, *WHOLE) == 0
+    assert (whole / "rows.tsv").read_text() == (out / "rows.tsv").read_text()
+
+
+def test_groups_are_scored_as_a_whole(sources, tmp_path, set_times, monkeypatch):
+    set_times(blocks=4.0)
+    monkeypatch.setattr(original, "SCORING_SHARE", 0)  # time is kept for 100 rows
+    monkeypatch.setattr(search, "rows_needed", lambda *numbers: 0)
+    out = tmp_path / "out"
+    assert run(sources, "reranker", out, "--group", "query", "--max-drop", 50) == 0
+    assert read_report(out)["rows"]["test"] == 104  # 13 groups of 8
+
+
 def test_training_continues_after_its_last_saved_step(sources, whole, tmp_path, set_times, monkeypatch):
     set_times(blocks=4.0)
     monkeypatch.setattr("lln_fairseq.linearize.progress.SAVE_INTERVAL", 1)
@@ -300,6 +336,7 @@ BAD_INPUT = {
     "a missing column": (["--label", "answer"], "no column 'answer' among question, passage, label, query, score"),
     "labels of another model": (["--label", "query"], "'query 0' is not a label of the model (no, yes)"),
     "an unknown attention": (["--attentions", "lnn"], "unknown attention 'lnn'; did you mean 'tnn'"),
+    "a directory inside the model": ([], "is in the directory of the model: give another OUT"),
     "a missing model": ([], "no such directory or checkpoint"),
     "texts": ([], "is a classifier: give --rows and --text"),
 }
@@ -308,12 +345,13 @@ BAD_INPUT = {
 @pytest.mark.parametrize("case", BAD_INPUT)
 def test_bad_input_ends_in_one_line(sources, tmp_path, set_times, capsys, case):
     options, message = BAD_INPUT[case]
-    model = "missing" if case == "a missing model" else "classifier"
+    model = sources / ("missing" if case == "a missing model" else "classifier")
+    out = model / "out" if case == "a directory inside the model" else tmp_path / "out"
     if case == "texts":
-        code = main(["speedup", str(sources / model), str(tmp_path / "out"), "--texts", str(sources / "texts.txt")])
+        code = main(["speedup", str(model), str(out), "--texts", str(sources / "texts.txt")])
     else:
         rows = ["--rows", str(sources / "rows.tsv"), "--text", "question", "passage"]
-        code = main(["speedup", str(sources / model), str(tmp_path / "out"), *rows, *options])
+        code = main(["speedup", str(model), str(out), *rows, *options])
     assert code == 1
     error = capsys.readouterr().err.strip().splitlines()
     assert error[-1].startswith("error: ")
