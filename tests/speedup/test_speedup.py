@@ -3,6 +3,7 @@
 import json
 import random
 import textwrap
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from lln_fairseq.speedup import candidates, original, program, search
 from lln_fairseq.speedup.candidates import candidates_for, make_candidate
 from lln_fairseq.speedup.journal import Journal
 from lln_fairseq.speedup.quality import Agreement
+from lln_fairseq.speedup.report import caveats, summarize
 from lln_fairseq.speedup.search import Search
 from tests.conversion.classifiers import make_classifier, transformers_logits
 from tests.conversion.sources import make_model
@@ -275,6 +277,19 @@ def test_groups_are_scored_as_a_whole(sources, tmp_path, set_times, monkeypatch)
     out = tmp_path / "out"
     assert run(sources, "reranker", out, "--group", "query", "--max-drop", 50) == 0
     assert read_report(out)["rows"]["test"] == 104  # 13 groups of 8
+
+
+@pytest.mark.parametrize(
+    ("drop", "half_width", "is_unsure"),
+    [(-2.4, 1.9, False), (0.5, 1.9, True), (1.1, 3.2, True), (4.4, 3.0, False), (0.8, 0.5, False)],
+)
+def test_answer_is_unsure_if_the_limit_lies_in_a_wide_interval(drop, half_width, is_unsure):
+    found = SimpleNamespace(original=SimpleNamespace(lengths=np.array([10])), notes=[])
+    entry = SimpleNamespace(model="windows of 48", runtime="transformers")
+    final = {"milliseconds": {"original": 20.0, "model": 10.0}, "times_as_fast": 2.0, "metric": "accuracy", "rows": 500}
+    final |= {"original": 80.0, "score": 80.0 - drop, "drop": drop, "half_width": half_width, "limit": 1.0}
+    assert ("too few rows to be sure" in summarize(found, entry, final, drop <= 1)) == is_unsure
+    assert any("test rows to tell" in line for line in caveats(found, final)) == is_unsure
 
 
 def test_training_continues_after_its_last_saved_step(sources, whole, tmp_path, set_times, monkeypatch):
