@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln_fairseq.checkpoints.compatibility import require_roberta_layers
+from lln_fairseq.checkpoints.compatibility import is_finetuned, require_roberta_layers
 from lln_fairseq.checkpoints.config import POSITION_OFFSET, softmax_layers, stored_options
 from lln_fairseq.checkpoints.pooling import stored_pooling
 from lln_fairseq.checkpoints.reading import check_weights, load_checkpoint_lazily, verify_checksums
@@ -57,26 +57,33 @@ BUFFERS = re.compile(r"(\.version|_float_tensor)$")  # entries of a state dict t
 def read_fairseq_checkpoint(path: Path, dictionary: Path | None = None, heads: int | None = None) -> ImportedEncoder:
     """Read the encoder in a fairseq checkpoint, with its masked-language-model head, dictionary and tokenizer.
 
-    The head and the tokenizer are optional. Heads for other tasks are left out, with a note. Without `dictionary`,
-    dict.txt is looked for in the run's tokenizer directory and next to the checkpoint. `heads` is for a checkpoint that
-    does not state their number; otherwise it must agree. UserError is raised if a file cannot be read, the model is not
-    a RoBERTa, or the dictionary does not fit the model.
+    The head and the tokenizer are optional. All heads of a fine-tuned model are left out, with a note. Without
+    `dictionary`, dict.txt is looked for in the run's tokenizer directory and next to the checkpoint. `heads` is for a
+    checkpoint that does not state their number; otherwise it must agree. UserError is raised if a file cannot be read,
+    the model is not a RoBERTa, or the dictionary does not fit the model.
     """
     state = load_checkpoint_lazily(str(path))
     verify_checksums(str(path))
-    stored = stored_options(state)["model"]
+    options_of_groups = stored_options(state)
+    stored = options_of_groups["model"]
     require_roberta_layers(stored, path)
     check_weights(state["model"], path)
     tensors = _with_current_names(state["model"])
     if EMBEDDING not in tensors or POSITIONS not in tensors:
         architecture = stored.get("_name") or "unknown"
         raise UserError(f"{path} is not a RoBERTa: it has no {EMBEDDING} (architecture: {architecture})")
+    # fairseq builds a language-model head for every task: in a classifier it is random, or older than the encoder.
+    finetuned = is_finetuned(options_of_groups["task"].get("_name"))
+    if finetuned:
+        tensors = {name: value for name, value in tensors.items() if not name.startswith(HEAD)}
     sizes = _read_sizes(tensors, path)
     options = _read_options(stored, tensors, sizes, heads, path)
     parameters = _roberta_parameters(tensors, sizes, options, path)
     if HEAD_WEIGHT in parameters:
         options["untie_weights_roberta"] = not torch.equal(parameters[HEAD_WEIGHT], parameters[EMBEDDING])
     notes = _describe_unused_tensors(tensors, parameters, path)
+    if finetuned:
+        notes.append("left out: the masked-language-model head, which does not fit a fine-tuned encoder")
     attention = stored.get("attention")  # fairseq's own RoBERTa does not state it
     if attention is not None:
         options["attention"] = attention

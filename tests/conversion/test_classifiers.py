@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lln_fairseq import load
 from lln_fairseq.__main__ import main
+from lln_fairseq.checkpoints.pooling import Pooling
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
 from lln_fairseq.conversion.convert import convert
 from lln_fairseq.conversion.export import export
@@ -133,8 +134,13 @@ def test_classifier_of_this_project_is_converted_after_an_export(classifiers, tm
         convert(classifiers[kind][1], tmp_path / kind)
     with pytest.raises(UserError, match=advice):  # an encoder of fairseq has no second token type
         convert(tmp_path / "bert/model.pt", tmp_path / "encoder")
-    notes = convert(tmp_path / "roberta/model.pt", tmp_path / "encoder").notes
-    assert any(advice in note for note in notes)
+    encoder = convert(tmp_path / "roberta/model.pt", tmp_path / "encoder")
+    assert any(advice in note for note in encoder.notes)
+    # Its language-model head was never trained, so that it is an encoder of sentence vectors.
+    assert "left out: the masked-language-model head, which does not fit a fine-tuned encoder" in encoder.notes
+    assert encoder.pooling == Pooling("mean")
+    with pytest.raises(UserError, match="encoder of sentence vectors and cannot fill a <mask>"):
+        load(tmp_path / "encoder/model.pt").fill("a <mask>")
     export(tmp_path / "bert/model.pt", tmp_path / "exported")
 
     convert(tmp_path / "exported", tmp_path / "longer", positions=256)
