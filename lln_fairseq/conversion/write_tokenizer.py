@@ -17,6 +17,7 @@ from lln_fairseq.conversion import tokenizer_json
 from lln_fairseq.conversion.read_tokenizer import PROBES, TOKENIZER
 from lln_fairseq.errors import UserError, first_line
 from lln_fairseq.text.pairs import BERT_PAIRS, ROBERTA_PAIRS
+from lln_fairseq.text.read_lines import LINE_BREAKS
 from lln_fairseq.text.samples import as_line
 from lln_fairseq.text.special_symbols import BOS, EOS, MASK, NUM_SPECIAL, SPECIAL_SYMBOLS, UNKNOWN
 from lln_fairseq.text.tokenizers import TOKENIZER_FILES, SentencePieceTokenizer
@@ -80,7 +81,7 @@ def convert_tokenizer(vocabulary: Vocabulary, positions: int, pair_form: str = R
             content = _convert_gpt2(files, ids)
         else:
             content = _renumber_tokens(json.loads(files[TOKENIZER]), ids)
-        join_lines = _replace({"String": "\n"}, " ")  # as `lln-fairseq predict` does
+        join_lines = _replace({"Regex": LINE_BREAKS.pattern}, " ")  # as `lln-fairseq predict` does
         content["normalizer"] = tokenizer_json.prepend_normalizer(join_lines, content.get("normalizer"))
         new_ids = tokenizer_json.token_ids(content)
         if pair_form != ROBERTA_PAIRS:

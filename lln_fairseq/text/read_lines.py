@@ -13,6 +13,7 @@ from lln_fairseq.errors import UserError
 
 SPLITS = ("train", "valid", "test")
 MAX_LINE = 4 << 20  # bytes; tokenizers need 60 times as much memory
+LINE_BREAKS = re.compile(r"[\r\n]+")  # inside a text: each becomes one space, in training, prediction and exports
 
 # The semicolon is required: html.unescape on its own would turn "&not" in "R&notes" into "¬".
 _ENTITY = re.compile(r"&(?:#[0-9]+|#[xX][0-9a-fA-F]+|[A-Za-z][A-Za-z0-9]*);")

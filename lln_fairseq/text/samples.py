@@ -1,5 +1,6 @@
 """Make the samples of texts for prediction: the token ids that a task's data set would have, cut and in batches."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from lln_fairseq.errors import UserError
 from lln_fairseq.text.parallel_encoder import encode_block
+from lln_fairseq.text.read_lines import LINE_BREAKS
 from lln_fairseq.text.special_symbols import EOS, MASK
 
 Text = str | Sequence[str]  # one text, or a pair of texts as a tuple or list
@@ -149,7 +151,11 @@ class SampleEncoder:
         has (0, 0), and a token that stands for white space only is empty.
         """
         line = as_line(text)
-        indent = len(text) - len(text.lstrip())
+        # The place in the text of each character of the line before it was stripped.
+        places = [match.start() for match in re.finditer(rf"{LINE_BREAKS.pattern}|.", text)]
+        places.append(len(text))
+        joined = LINE_BREAKS.sub(" ", text)
+        indent = len(joined) - len(joined.lstrip())
         offsets = []
         if self.init_token is not None:
             offsets.append((0, 0))
@@ -157,7 +163,7 @@ class SampleEncoder:
             token = line[start:end]
             start += len(token) - len(token.lstrip())
             end = start + len(token.strip())
-            offsets.append((indent + start, indent + end))
+            offsets.append((places[indent + start], places[indent + end]))
         if not self.strip_eos:
             offsets = [*offsets[: longest - 1], (0, 0)]
         return torch.tensor(offsets[:longest], dtype=torch.int64).view(-1, 2)
@@ -170,7 +176,7 @@ class SampleEncoder:
         encoded as the continuation of a line. The task must not strip </s>.
         """
         check_characters(left + right)
-        masked = self.vocabulary.tokenizer.encode_masked(left.replace("\n", " "), right.replace("\n", " "))
+        masked = self.vocabulary.tokenizer.encode_masked(LINE_BREAKS.sub(" ", left), LINE_BREAKS.sub(" ", right))
         if masked is not None:
             tokenizer_ids, place = masked
             ids = torch.tensor([*self.vocabulary.table[tokenizer_ids].tolist(), EOS])
@@ -196,8 +202,8 @@ class SampleEncoder:
     def encode_lines(self, lines: Sequence[str]) -> list[Tensor]:
         """Return the ids of each line, int64 (N,), with </s> unless the task strips it.
 
-        Line breaks inside a line become spaces, and white space at the ends is removed. UserError is raised if a line
-        contains a lone surrogate, or the tokenizer cannot encode it.
+        Each run of line breaks inside a line becomes a space, and white space at the ends is removed. UserError is
+        raised if a line contains a lone surrogate, or the tokenizer cannot encode it.
         """
         lines = [as_line(line) for line in lines]
         ids, lengths = encode_block(self.vocabulary, lines)
@@ -215,7 +221,7 @@ def _prepend(token: int | None, ids: Tensor) -> Tensor:
 
 def as_line(text: str) -> str:
     """Return a text as the line that a file of training data would have for it. A lone surrogate raises UserError."""
-    line = text.replace("\n", " ").strip()
+    line = LINE_BREAKS.sub(" ", text).strip()
     check_characters(line)
     return line
 

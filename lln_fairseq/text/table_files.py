@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lln_fairseq.errors import UserError, first_line
-from lln_fairseq.text.read_lines import MAX_LINE, read_lines
+from lln_fairseq.text.read_lines import LINE_BREAKS, MAX_LINE, read_lines
 
 QUOTED = re.compile(r'"(?:[^"]|"")*"')  # a cell as CSV writers quote it
-LINE_BREAKS = re.compile(r"[\r\n]+")
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")  # as in JSON's "\ud83d", which UTF-8 cannot store
 
 
@@ -206,6 +205,7 @@ def split_cells(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
     characters; a CSV reader would join all lines between two stray quotes.
     """
     return _without_empty_end((number, line.split("\t")) for number, line in enumerate(lines, start=1))
+    lines = (LINE_BREAKS.sub(" ", line) for line in lines)  # a CR alone does not end a line
 
 
 def _without_empty_end(numbered_cells: Iterable[tuple[int, list[str]]]) -> Iterator[tuple[int, list[str]]]:

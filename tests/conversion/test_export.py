@@ -573,7 +573,8 @@ def assert_exported_tokenizer_gives_same_ids(vocabulary, texts, folder):
     for name, content in convert_tokenizer(with_mask(vocabulary), 64).items():
         (folder / name).write_bytes(content)
     exported = AutoTokenizer.from_pretrained(folder)
-    texts = [*texts, "the\nfilm\n\n the plot"]
+    texts = [*texts, "the\nfilm\n\n the plot\r\n\nthe\rend"]
+    assert exported("the\r\n\nfilm")["input_ids"] == exported("the film")["input_ids"]
     for text, ids in zip(texts, make_encoder(vocabulary).encode_lines(texts), strict=True):
         assert exported(text)["input_ids"] == [0, *ids.tolist()], text
     assert exported.mask_token_id == vocabulary.size

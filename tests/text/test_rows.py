@@ -103,6 +103,7 @@ def test_line_breaks_in_cells_become_spaces_and_lines_are_counted(read):
 
 def test_long_cells_of_csv_are_read(read):
     assert read("rows.csv", "text,label\n" + 200_000 * "a" + ",1\n", ["text"], "label").labels == ["1"]
+    assert read("rows.tsv", "text\tlabel\na\r\rb\t1\r\n", ["text"], "label").inputs == (["a b"],)
 
 
 def test_values_of_json_keep_their_text(read):
