@@ -6,6 +6,7 @@ Text is UTF-8, and messages name the file and the line.
 import contextlib
 import csv
 import json
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -204,8 +205,8 @@ def split_cells(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
     Empty lines at the end of the file are left out. Any other empty line has a single empty cell. Quotes are ordinary
     characters; a CSV reader would join all lines between two stray quotes.
     """
-    return _without_empty_end((number, line.split("\t")) for number, line in enumerate(lines, start=1))
     lines = (LINE_BREAKS.sub(" ", line) for line in lines)  # a CR alone does not end a line
+    return _without_empty_end((number, line.split("\t")) for number, line in enumerate(lines, start=1))
 
 
 def _without_empty_end(numbered_cells: Iterable[tuple[int, list[str]]]) -> Iterator[tuple[int, list[str]]]:
@@ -234,13 +235,16 @@ def _read_csv(lines: Iterable[str], name: str) -> Iterator[tuple[int, list[str]]
 
 
 def _read_objects(lines: Iterable[str], name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the location and the JSON object of each line that is not empty. Numbers stay as they are written."""
+    """Yield the location and the JSON object of each line that is not empty. Numbers stay as they are written.
+
+    NaN and Infinity, which pandas writes for missing cells, become None.
+    """
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         location = f"{name}, line {number}"
         try:
-            value = json.loads(line, parse_int=str, parse_float=str, parse_constant=str)
+            value = json.loads(line, parse_int=str, parse_float=str, parse_constant=lambda _: None)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{location}: expected a JSON object in one line, got {line[:40]!r}: {error}") from error
         if not isinstance(value, dict):
@@ -252,7 +256,7 @@ def _cell_text(value: Any, location: str) -> str:
     """Return the text of a value of JSON or Parquet, stripped and with spaces for line breaks."""
     if isinstance(value, bool):
         value = str(value).lower()
-    if isinstance(value, int | float):
+    if isinstance(value, int | float) and math.isfinite(value):
         value = str(value)
     if not isinstance(value, str):
         raise UserError(f"{location} must be a text or a number, got {json.dumps(value, default=str)[:40]}")

@@ -1,6 +1,7 @@
 """Test the rows of TSV, CSV, JSON Lines and Parquet files, and the rows that are errors."""
 
 import json
+import math
 import sys
 
 import pytest
@@ -62,6 +63,7 @@ def test_parquet_has_the_same_rows(tmp_path):
     from pyarrow import parquet
 
     columns = {"stars": [1, 0], "review": ["a\nb", "c"], "score": [0.5, -1.0], "is": [True, False], "x.y": [["a"], []]}
+    columns["some"] = [0.5, math.nan]
     path = tmp_path / "rows.parquet"
     parquet.write_table(pyarrow.table(columns), path)
 
@@ -71,7 +73,9 @@ def test_parquet_has_the_same_rows(tmp_path):
     assert read_file_rows(path, Columns(["review"], "is"), keep_label).labels == ["true", "false"]
     with pytest.raises(UserError, match=r"rows.parquet, row 1: 'x.y' must be a text or a number, got \[\"a\"\]"):
         read_file_rows(path, Columns(["x.y"], None), keep_label)
-    with pytest.raises(UserError, match=r"rows.parquet: no column 'text' among stars, review, score, is, x.y$"):
+    with pytest.raises(UserError, match=r"rows.parquet, row 2: 'some' must be a text or a number, got NaN"):
+        read_file_rows(path, Columns(["review"], "some"), keep_label)
+    with pytest.raises(UserError, match=r"rows.parquet: no column 'text' among stars, review, score, is, x.y, some$"):
         read_file_rows(path, Columns(["text"], None), keep_label)
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(UserError, match=r"rows.parquet: "):
@@ -99,11 +103,11 @@ def test_line_breaks_in_cells_become_spaces_and_lines_are_counted(read):
         read("rows.csv", content, ["text"], "label", parse_label=check_number)
     assert read("rows.csv", content, ["text"], "label").inputs == (["a b", "c d"],)
     assert read("rows.jsonl", '{"text": "a\\r\\n\\nb", "label": 1}', ["text"], "label").inputs == (["a b"],)
+    assert read("rows.tsv", "text\tlabel\na\r\rb\t1\r\n", ["text"], "label").inputs == (["a b"],)
 
 
 def test_long_cells_of_csv_are_read(read):
     assert read("rows.csv", "text,label\n" + 200_000 * "a" + ",1\n", ["text"], "label").labels == ["1"]
-    assert read("rows.tsv", "text\tlabel\na\r\rb\t1\r\n", ["text"], "label").inputs == (["a b"],)
 
 
 def test_values_of_json_keep_their_text(read):
@@ -149,6 +153,7 @@ def test_files_without_header_have_numbers(read):
             r"line 1: 'label' must be a text or a number, got \['1'\]|\[\"1",
         ),
         ("rows.jsonl", '{"text": null, "label": 1}\n', "line 1: 'text' must be a text or a number, got null"),
+        ("rows.jsonl", '{"text": "a", "label": NaN}\n', "line 1: 'label' must be a text or a number, got null"),
         ("rows.jsonl", '{"text": "\\ud83d", "label": 1}\n', r"line 1: 'text' has half of a character: '\\ud83d'"),
         ("rows.jsonl", '{"text": "a"}\n', "line 1: no column 'label' among text$"),
         ("rows.json", '[\n{"text": "a"}]\n', r"line 1: expected a JSON object in one line, got '\['"),
