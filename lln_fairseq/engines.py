@@ -13,8 +13,9 @@ from torch import Tensor
 
 from lln_fairseq.errors import UserError
 from lln_fairseq.text.read_lines import MAX_LINE
-from lln_fairseq.text.samples import BATCH_TOKENS, as_line, batch_by_length
+from lln_fairseq.text.samples import BATCH_TOKENS, as_line, batch_by_length, split_into_chunks
 
+CONFIG_FILE = "config.json"
 ENCODER_FILE = "modules.json"  # sentence-transformers' list of a model's steps
 
 
@@ -49,6 +50,8 @@ class TextMapper:
         self.batch_tokens = batch_tokens
         self.device = device
         self.dtype = dtype
+        # `datasets` finds outputs in its cache by the pickled mapper, which must differ after a new export.
+        self.version = directory_version(directory)
         self._model: ServedModel | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -69,7 +72,9 @@ class TextMapper:
             except UserError as error:
                 errors.append(str(error))
         outputs = np.full((len(errors), self._model.width), np.nan, dtype=np.float32)
-        samples = self._model.tokenize(rows)
+        samples: list[dict[str, list[int]]] = []
+        for chunk in split_into_chunks(rows):  # a tokenizer cuts texts only after it has encoded all of them
+            samples += self._model.tokenize(chunk)
         for places in batch_by_length([len(sample["input_ids"]) for sample in samples], self.batch_tokens):
             outputs[[numbers[place] for place in places]] = self._model.compute([samples[place] for place in places])
         for number in numbers:
@@ -93,6 +98,8 @@ class ServedModel:
 
         import lln_fairseq.hub  # noqa: F401  lets transformers find our models
 
+        if not Path(directory, CONFIG_FILE).exists():
+            raise UserError(f"{directory} has no {CONFIG_FILE}: name a directory that `lln-fairseq export` wrote")
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = device
@@ -122,8 +129,6 @@ class ServedModel:
 
     def tokenize(self, rows: Sequence[Sequence[str]]) -> list[dict[str, list[int]]]:
         """Return the tokenizer's encoding of each row, of one text or two, cut to what the model takes."""
-        if not rows:
-            return []
         columns = [[row[column] for row in rows] for column in range(len(rows[0]))]
         encoded = self.tokenizer(*columns, truncation=True)
         return [{name: values[number] for name, values in encoded.items()} for number in range(len(rows))]
@@ -151,6 +156,14 @@ class ServedModel:
             return {"score": outputs[:, 0]}
         labels = ["" if np.isnan(row).any() else self.labels[row.argmax()] for row in outputs]
         return {"label": np.array(labels, dtype=object), "probability": outputs.max(axis=1)}
+
+
+def directory_version(directory: str) -> tuple[int, int] | None:
+    """Return the time of the last change of the files in a directory, and their size; None if it has no files here."""
+    states = [path.stat() for path in Path(directory).rglob("*") if path.is_file()]
+    if not states:
+        return None
+    return max(state.st_mtime_ns for state in states), sum(state.st_size for state in states)
 
 
 def read_text(value: Any) -> str:

@@ -1,5 +1,6 @@
 """TextMapper gives the outputs of `load`, without fairseq, and the errors of rows in their places."""
 
+import os
 import pickle
 import subprocess
 import sys
@@ -122,6 +123,44 @@ def test_outputs_that_are_not_finite_are_errors(models):
 def test_values_that_are_not_texts_are_rejected(value, message):
     with pytest.raises(UserError, match=message):
         read_text(value)
+
+
+def test_texts_are_tokenized_in_chunks(models, monkeypatch):
+    monkeypatch.setattr("lln_fairseq.text.samples.CHUNK_TEXTS", 2)
+    mapper = TextMapper(str(models / "classifier"))
+    texts = ["a film", "the plot", "a film saw the plot", "a"]
+    mapper({"text": []})  # loads the model
+    chunks = []
+    tokenize = mapper._model.tokenize
+    monkeypatch.setattr(mapper._model, "tokenize", lambda rows: chunks.append(len(rows)) or tokenize(rows))
+
+    outputs = mapper({"text": [*texts, None]})
+
+    assert chunks == [2, 2]
+    alone = [mapper({"text": [text]})["probability"][0] for text in texts]
+    assert outputs["probability"][:4] == pytest.approx(alone, abs=1e-5)
+
+
+def test_mapper_of_a_new_export_has_another_pickle(tmp_path):
+    """The cache of datasets compares pickles."""
+    folder = tmp_path / "exported"
+    assert pickle.dumps(TextMapper(str(folder))) == pickle.dumps(TextMapper(str(folder)))
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"first")
+    first = pickle.dumps(TextMapper(str(folder)))
+    assert pickle.dumps(TextMapper(str(folder))) == first
+
+    (folder / "model.safetensors").write_bytes(b"other")
+    os.utime(folder / "model.safetensors", (1e9, 1e9))
+
+    assert pickle.dumps(TextMapper(str(folder))) != first
+
+
+def test_missing_directory_is_an_error(tmp_path):
+    with pytest.raises(
+        UserError, match=r"missing has no config.json: name a directory that `lln-fairseq export` wrote"
+    ):
+        TextMapper(str(tmp_path / "missing"))({"text": ["a film"]})
 
 
 def test_language_model_is_rejected(tmp_path):
