@@ -62,6 +62,8 @@ def model_card(
         lines += _score_usage(config)
     lines += ["", "## Properties", ""]
     lines.append(f" - longest sequence: {longest} tokens")
+    if "auto_map" in config:
+        lines.append(" - code: for `torch` 2.7 or later")  # which has torch.compiler.is_exporting
     if has_onnx:
         lines.append(
             " - onnx/model.onnx: for batches of at least one sequence, each of 1 to "
@@ -104,9 +106,7 @@ def _describe_attention(config: Mapping[str, Any]) -> str:
 def _usage(config: Mapping[str, Any], purpose: str, has_tokenizer: bool) -> list[str]:
     """Return the lines of code that load the model and its tokenizer."""
     model_class = f"AutoModel{purpose}"
-    arguments = "DIRECTORY"
-    if "auto_map" in config:
-        arguments += ", trust_remote_code=True"
+    arguments = _arguments(config)
     imports = model_class
     if has_tokenizer:
         imports = f"AutoTokenizer, {model_class}"
@@ -123,7 +123,7 @@ def _score_usage(config: Mapping[str, Any]) -> list[str]:
         "",
         "    from sentence_transformers import CrossEncoder",
         "",
-        f"    model = CrossEncoder({_quoted_arguments(config)})",
+        f"    model = CrossEncoder({_arguments(config)})",
         '    scores = model.predict([("a query", "a passage"), ("a query", "another passage")])',
     ]
 
@@ -147,13 +147,13 @@ def _sentence_usage(config: Mapping[str, Any]) -> list[str]:
     return [
         "    from sentence_transformers import SentenceTransformer",
         "",
-        f"    model = SentenceTransformer({_quoted_arguments(config)})",
+        f"    model = SentenceTransformer({_arguments(config)})",
         '    vectors = model.encode(["a text", "another text"])',
     ]
 
 
-def _quoted_arguments(config: Mapping[str, Any]) -> str:
-    """Return the arguments of the classes of sentence-transformers."""
+def _arguments(config: Mapping[str, Any]) -> str:
+    """Return the arguments of the functions that open the model."""
     arguments = '"DIRECTORY"'
     if "auto_map" in config:
         arguments += ", trust_remote_code=True"

@@ -320,6 +320,8 @@ def test_padding_at_the_left_is_rejected_or_has_no_effect(attention, sources, tm
     tokens = padded_batch(71)[:1, :20]
     padded = torch.nn.functional.pad(tokens, (3, 0), value=1)
     card = (tmp_path / "out" / "README.md").read_text()
+    assert 'AutoModelForMaskedLM.from_pretrained("DIRECTORY", trust_remote_code=True)' in card
+    assert "code: for `torch` 2.7 or later" in card
     if attention != "lln":
         with pytest.raises(ValueError, match="needs padding at the right: set"):
             hugging_face_logits(model, padded)
