@@ -11,6 +11,7 @@ dictionary is the same, and otherwise only the dictionaries.
 
 import json
 import logging
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,12 @@ def directories(checkpoint: str, data: str | None) -> list[Path]:
     candidates = [checkpoint_directory / FOLDER, checkpoint_directory]
     candidates += [Path(part) for part in split_paths(data or "")[:1]]
     return [directory for directory in candidates if has_dictionary(directory)]
+
+
+def require_one_path(directory: str | Path) -> None:
+    """Raise UserError if fairseq would take the path of a directory for several paths."""
+    if len(split_paths(str(directory))) > 1:
+        raise UserError(f"{directory} contains {os.pathsep!r}, which separates directories in fairseq: rename it")
 
 
 def has_dictionary(directory: Path) -> bool:

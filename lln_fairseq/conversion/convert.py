@@ -24,6 +24,7 @@ from lln_fairseq.checkpoints.compatibility import ANY_INPUTS, dictionary_hash
 from lln_fairseq.checkpoints.config import POSITION_OFFSET, STOCK_ATTENTION
 from lln_fairseq.checkpoints.pooling import pooling_entries
 from lln_fairseq.checkpoints.reading import PLUGIN_STATE
+from lln_fairseq.checkpoints.run_tokenizer import require_one_path
 from lln_fairseq.checkpoints.source_settings import REGRESSION, settings_entries
 from lln_fairseq.conversion.directory import new_directory, write_large
 from lln_fairseq.conversion.from_fairseq import read_fairseq_checkpoint
@@ -85,6 +86,7 @@ def convert(
     if attention is not None:
         with user_errors():
             reject_layer_mechanism(attention, "cannot use the weights of a converted encoder")
+    require_one_path(out)
     if not source.exists():
         raise UserError(f"no such directory or checkpoint: {source}")
     if source.is_dir() and heads is not None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import lln_fairseq.tasks  # noqa: F401  registers the models, tasks and criterions of this package
 from lln_fairseq.checkpoints.compatibility import check_model_dictionary, check_model_labels
 from lln_fairseq.checkpoints.reading import check_weights, load_checkpoint
-from lln_fairseq.checkpoints.run_tokenizer import directories, has_dictionary
+from lln_fairseq.checkpoints.run_tokenizer import directories, has_dictionary, require_one_path
 from lln_fairseq.errors import UserError, first_line
 from lln_fairseq.models.adapt import extended_rotary_base
 from lln_fairseq.models.half_precision import convert_layers, half_dtype
@@ -50,6 +50,7 @@ def load_model(checkpoint: str, data: str | None = None, dictionaries_only: bool
     task_config = state["cfg"].task
     directory = os.path.dirname(os.path.abspath(checkpoint))
     if data is None and task_config.data == "." and has_dictionary(Path(directory)):
+        require_one_path(directory)
         task_config.data = directory
     elif data is None and dictionaries_only:
         task_config.data = _find_dictionaries(checkpoint, task_config.data)
@@ -92,6 +93,7 @@ def _find_dictionaries(checkpoint: str, training_data: str) -> str:
     places = directories(checkpoint, training_data)
     if not places or has_dictionary(Path(split_paths(training_data)[0])):
         return training_data
+    require_one_path(places[0])
     return str(places[0])
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lln_fairseq.checkpoints.compatibility import check_tokenizer, is_finetuned, label_names, takes_any_inputs
 from lln_fairseq.checkpoints.pooling import POOLINGS, Pooling, pool_hidden_states, stored_pooling
 from lln_fairseq.checkpoints.reading import load_checkpoint
-from lln_fairseq.checkpoints.run_tokenizer import check_vocabulary, directories
+from lln_fairseq.checkpoints.run_tokenizer import check_vocabulary, directories, require_one_path
 from lln_fairseq.checkpoints.source_settings import score_activation, stored_settings
 from lln_fairseq.errors import UserError
 from lln_fairseq.inference.loading import build_model, require_finite, set_positions, use_precision
@@ -461,6 +461,7 @@ def load_text_model(
     else:
         places = directories(checkpoint, state["cfg"].task.get("data"))
     directory, vocabulary = _find_vocabulary(checkpoint, places, tokenizer)
+    require_one_path(directory)
     model, task = build_model(state, checkpoint, str(directory), device)
     check_vocabulary(vocabulary, task, str(tokenizer or directory))
     check_tokenizer(state, vocabulary.identity, str(tokenizer or directory), checkpoint)

@@ -9,10 +9,12 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
+from lln_fairseq import load
 from lln_fairseq.__main__ import main
 from lln_fairseq.conversion import tokenizer_json
 from lln_fairseq.conversion.convert import convert
 from lln_fairseq.errors import UserError
+from lln_fairseq.inference.loading import load_model
 from tests.helpers import Payload
 
 DENSE_BIAS = "roberta.encoder.layer.1.intermediate.dense.bias"
@@ -261,6 +263,18 @@ def test_incomplete_directory_is_reported_in_one_line(files, message, tmp_path, 
 
 
 def test_full_disk_leaves_no_output(sources, tmp_path, monkeypatch, capsys):
+def test_directory_with_a_colon_is_an_error(sources, tmp_path):
+    """fairseq would take it for two directories."""
+    message = "a:b contains ':', which separates directories in fairseq: rename it"
+    with pytest.raises(UserError, match=message):
+        convert(sources["bert"][1], tmp_path / "a:b")
+    convert(sources["bert"][1], tmp_path / "a")
+    (tmp_path / "a").rename(tmp_path / "a:b")
+    for load_converted in (load, load_model):
+        with pytest.raises(UserError, match=message):
+            load_converted(str(tmp_path / "a:b/model.pt"))
+
+
     def fail(state, path):
         path.write_bytes(b"half")
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
