@@ -188,6 +188,20 @@ def test_onnx_with_wrong_logits_is_not_written(pretrain, tmp_path, monkeypatch, 
     assert not list(tmp_path.glob(".out*"))
 
 
+def test_onnx_logit_near_zero_may_have_a_small_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(to_onnx, "open_session", lambda path: None)
+
+    def check(name, expected, actual):
+        monkeypatch.setattr(to_onnx, "run_session", lambda session, tokens: {name: torch.tensor([[actual]])})
+        tokens = torch.tensor([[0, 5, 2]])
+        to_onnx._check_onnx_outputs(tmp_path, iter([tokens]), lambda tokens: {name: torch.tensor([[expected]])})
+
+    check("logits", 1e-4, 1.1e-4)
+    for name, expected, actual in (("logits", 1e-4, 5e-4), ("logits", 9.0, 9.01), ("sentence_embedding", 0.1, 0.1001)):
+        with pytest.raises(UserError, match=f"gives other {name} than the model"):
+            check(name, expected, actual)
+
+
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
     """Return the directory of a converted encoder, exported with --int8, and what the program printed."""
