@@ -182,6 +182,11 @@ def _read_config(directory: Path) -> dict[str, Any]:
             f"{directory} holds only an adapter ({ADAPTER}): merge it into its model (merge_and_unload of peft), and "
             "convert the result"
         )
+    if (directory / ADAPTER).exists():  # with peft installed, transformers loads the adapter's base instead
+        raise UserError(
+            f"{directory} holds weights and an adapter ({ADAPTER}): delete the adapter's files if it is merged into "
+            "the weights, or else merge it (merge_and_unload of peft) and convert the result"
+        )
     if not path.exists():
         raise UserError(
             f"{directory} is not a Hugging Face directory: it has no {CONFIG}{_checkpoint_advice(directory)}"

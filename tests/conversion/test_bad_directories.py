@@ -250,6 +250,7 @@ def test_model_of_another_type_is_rejected_in_a_line_with_those_that_are_read(mo
             "it has no config.json. To convert a fairseq checkpoint, name the file, such as .*/model.pt\n",
         ),
         ({"adapter_config.json": "{}", "adapter_model.safetensors": ""}, "in holds only an adapter .*: merge it"),
+        ({"adapter_config.json": "{}", "model.safetensors": ""}, "in holds weights and an adapter .*: delete the"),
     ],
 )
 def test_incomplete_directory_is_reported_in_one_line(files, message, tmp_path, capsys):
@@ -262,7 +263,6 @@ def test_incomplete_directory_is_reported_in_one_line(files, message, tmp_path, 
     assert re.search(message, error)
 
 
-def test_full_disk_leaves_no_output(sources, tmp_path, monkeypatch, capsys):
 def test_directory_with_a_colon_is_an_error(sources, tmp_path):
     """fairseq would take it for two directories."""
     message = "a:b contains ':', which separates directories in fairseq: rename it"
@@ -275,6 +275,7 @@ def test_directory_with_a_colon_is_an_error(sources, tmp_path):
             load_converted(str(tmp_path / "a:b/model.pt"))
 
 
+def test_full_disk_leaves_no_output(sources, tmp_path, monkeypatch, capsys):
     def fail(state, path):
         path.write_bytes(b"half")
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
