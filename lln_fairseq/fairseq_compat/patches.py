@@ -7,6 +7,7 @@ anything wrong, remove the patch. `original`, the first argument of every replac
 
 import copyreg
 import functools
+import logging
 import sys
 from collections.abc import Callable
 from types import TracebackType
@@ -66,6 +67,10 @@ def install(run_worker: Callable) -> None:
     # fairseq/trainer.py:797: an update without masks has the loss NaN, and a run that NaN stops does not say where.
     # tests/tasks/test_one_mask.py::test_run_on_short_rows_has_finite_losses_and_resumes_exactly
     _wrap(Trainer, "train_step", start.train_step)
+
+    # fairseq/trainer.py:1391: a batch for which the memory does not suffice is dropped, after a table of 20 lines.
+    # tests/training/test_bad_input.py::test_batch_that_does_not_fit_into_memory_ends_the_run
+    _wrap(Trainer, "_log_oom", _log_oom)
 
     # fairseq/checkpoint_utils.py:578: a full disk leaves a part of a checkpoint, and three tracebacks.
     # tests/training/test_runs.py::test_full_disk_keeps_last_checkpoint
@@ -127,6 +132,12 @@ def _excepthook(
         print("error: --fp16 and --bf16 cannot be combined: set only one of them", file=sys.stderr)
     else:
         original(kind, error, traceback)
+
+
+def _log_oom(original: Callable, trainer: Trainer, error: RuntimeError) -> None:
+    """Log the table of a GPU's memory only at level DEBUG. `train_step` says what the user can do."""
+    if logging.getLogger("fairseq.trainer").isEnabledFor(logging.DEBUG):
+        original(trainer, error)
 
 
 def _get_task_state(original: Callable, container: StatefulContainer, name: str) -> Any:

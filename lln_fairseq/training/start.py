@@ -12,7 +12,7 @@ functions of this module in the place of fairseq's, which they get as the argume
           Trainer.load_checkpoint       restore_checkpoint checks that a checkpoint is of this run or fits, and loads it
           get_train_iterator            HookedTask.get_batch_iterator checks the training data, and reports padding
                                         prepare_training, continued: plans the schedule, and logs the summary
-        Trainer.train_step              train_step lets the task mask a token if none is masked, and explains a NaN
+        Trainer.train_step              train_step lets the task mask a token if none is masked, and explains a failure
           train_step, of each batch     HookedTask.train_step restores the float32 parameters once, and measures layers
           optimizer_step                HookedTask.optimizer_step runs the probe
           reduce_metrics                HookedTask.reduce_metrics logs the loss scale and the layers
@@ -24,6 +24,7 @@ functions of this module in the place of fairseq's, which they get as the argume
 import functools
 import importlib.util
 import logging
+import math
 import multiprocessing
 import os
 import sys
@@ -46,6 +47,7 @@ from lln_fairseq.training.exit import exit_with_one_line
 from lln_fairseq.training.hooked_task import HookedTask
 from lln_fairseq.training.malloc import disable_malloc_trim
 from lln_fairseq.training.nan_report import explain_nan
+from lln_fairseq.training.options import both_names
 from lln_fairseq.training.resume import find_early_stopping, reason_for_completion, restore_training_state
 from lln_fairseq.training.run_identity import check_same_run, run_origin
 from lln_fairseq.training.schedule import plan_schedule
@@ -210,9 +212,23 @@ def _load_error_reason(cause: BaseException | None) -> str:
     return reason or type(cause).__name__
 
 
-def train_step(original: Callable, trainer: Trainer, samples: list[Any], *args: Any, **kwargs: Any) -> Any:
-    """Let the task prepare this worker's batches of an update, and make the update. Replaces Trainer.train_step."""
+def train_step(original: Callable, trainer: Trainer, samples: list[Any], raise_oom: bool = True) -> Any:
+    """Let the task prepare this worker's batches of an update, and make the update. Replaces Trainer.train_step.
+
+    `raise_oom` is ignored: without it, fairseq would drop a batch for which the memory does not suffice.
+    """
     if isinstance(trainer.task, HookedTask):
         trainer.task.before_update(samples, trainer.get_num_updates(), trainer.device)
-    with explain_nan(trainer):
-        return original(trainer, samples, *args, **kwargs)
+    try:
+        with explain_nan(trainer):
+            return original(trainer, samples, raise_oom=True)
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        shapes = [sample["net_input"]["src_tokens"].shape for sample in samples if sample]
+        rows, tokens = max(shapes, key=math.prod, default=(0, 0))
+        raise UserError(
+            f"update {trainer.get_num_updates() + 1} does not fit into memory: its largest batch has {rows} rows of "
+            f"{tokens} tokens. Use a smaller {both_names('dataset.batch_size')} with a larger "
+            f"{both_names('optimization.update_freq')}, or {both_names('model.checkpoint_activations')}"
+        ) from error

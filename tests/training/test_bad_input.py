@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import fairseq_cli.hydra_train
 import pytest
 import torch
+from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
@@ -140,6 +141,25 @@ def test_removed_save_dir_is_named(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "save", remove_and_save)
     with pytest.raises(UserError, match=r"cannot save .*: .*/a.* removed by another program"):
         train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *RUN_OPTIONS)
+
+
+def test_batch_that_does_not_fit_into_memory_ends_the_run(corpus, tmp_path, monkeypatch, caplog):
+    calls = []
+
+    def run_out_of_memory(*args, **kwargs):
+        calls.append(args)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(FairseqTask, "train_step", run_out_of_memory)
+    message = (
+        r"update 1 does not fit into memory: its largest batch has 8 rows of 64 tokens\. Use a smaller --batch-size"
+    )
+    with pytest.raises(UserError, match=message):
+        train(monkeypatch, tmp_path / "log", corpus, tmp_path / "a", *RUN_OPTIONS, "--max-epoch", 1)
+
+    assert len(calls) == 1
+    assert "Ran out of memory" not in caplog.text
+    assert not (tmp_path / "a" / "crash.pt").exists()
 
 
 @pytest.mark.parametrize(("signal_number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
