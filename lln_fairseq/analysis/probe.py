@@ -131,7 +131,7 @@ def ablated(model: nn.Module, skip: bool = True, mlp: bool = True) -> Iterator[N
         mlp: False disables the MLPs, together with their layer norms and skip connections.
     """
     layers = encoder_layers(model)
-    # With checkpoint_activations, fairseq has set a wrapper as attribute `forward` of the layer object.
+    # With checkpoint_activations, the layer object has an attribute `forward`.
     wrappers = [vars(layer).get("forward") for layer in layers]
     try:
         for layer in layers:

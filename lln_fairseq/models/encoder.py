@@ -4,15 +4,17 @@ The encoder has its own loop over the layers. It passes one `Context` to every l
 padding and first segments.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from fairseq.distributed import fsdp_wrap
 from fairseq.models.roberta.model import RobertaEncoder
 from fairseq.models.transformer import TransformerConfig, TransformerEncoderBase
-from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lln_fairseq.attention import LAYER_REGISTRY, Attention, Context, build_layer, reject_layer_mechanism
 from lln_fairseq.attention.context import read_batch
@@ -74,7 +76,7 @@ class LLNTransformerEncoder(TransformerEncoderBase):
             module.set_depth(number, len(attentions))
 
     def build_layer(self, args: Any, cfg: TransformerConfig, attention: str, options: dict[str, Any]) -> nn.Module:
-        """Build a layer, wrapped for activation checkpointing and then for FSDP, as fairseq does."""
+        """Build a layer, wrapped for activation checkpointing and then for FSDP, in the order of fairseq."""
         layer: nn.Module
         if attention in LAYER_REGISTRY:
             layer = _build_replacement_layer(args, cfg, attention, options)
@@ -82,7 +84,8 @@ class LLNTransformerEncoder(TransformerEncoderBase):
             layer = LLNEncoderLayer(cfg, attention, options, args.feed_forward_tokens, args.rotary, args.rotary_base)
         min_num_params = cfg.min_params_to_wrap
         if cfg.checkpoint_activations:
-            layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
+            # fairseq's checkpoint_wrapper recomputes without autocast, and fails in DDP with find_unused_parameters.
+            vars(layer)["forward"] = functools.partial(_recompute, layer.forward, cfg.offload_activations)
             min_num_params = 0
         return fsdp_wrap(layer, min_num_params=min_num_params)
 
@@ -148,6 +151,19 @@ class LLNTransformerEncoder(TransformerEncoderBase):
         if self.quant_noise is not None:
             x = self.quant_noise(x)
         return x, embedding
+
+
+def _recompute(forward: Callable[..., Tensor], offload: bool, x: Tensor, *args: Any) -> Tensor:
+    """Compute forward(x, *args), and compute it again in the backward pass. With `offload`, x is kept on the CPU."""
+    if not torch.is_grad_enabled():
+        return forward(x, *args)
+    device = x.device
+
+    def compute(kept: Tensor) -> Tensor:
+        return forward(kept.to(device, non_blocking=True), *args)
+
+    kept = x.to("cpu", non_blocking=True) if offload else x
+    return checkpoint(compute, kept, use_reentrant=False)
 
 
 def _build_replacement_layer(args: Any, cfg: TransformerConfig, attention: str, options: dict[str, Any]) -> nn.Module:

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from fairseq.data.data_utils import load_indexed_dataset
 from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
 
 from lln_fairseq.analysis import measure
 from lln_fairseq.analysis.probe import ablated, record_layers
@@ -125,11 +127,13 @@ def test_features_depend_neither_on_padding_nor_on_the_batch(global_tokens):
         torch.testing.assert_close(features_of_row[:length], alone, rtol=1e-4, atol=1e-5, msg=str(row))
 
 
-def gradients(model, *batches):
+def gradients(model, *batches, autocast=False):
     """Return the gradients of the parameters after one backward pass over several forward passes."""
     model.zero_grad()
     torch.manual_seed(1)
-    sum(model(**batch, classification_head_name="head")[0].square().sum() for batch in batches).backward()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        outputs = [model(**batch, classification_head_name="head")[0] for batch in batches]
+    sum(out.float().square().sum() for out in outputs).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
@@ -142,19 +146,30 @@ CALLS = {
 }
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("options", RECOMPUTED)
 @pytest.mark.parametrize("name", CALLS)
-def test_recomputation_has_the_lengths_of_its_own_forward_pass(name, options):
+def test_recomputation_has_the_lengths_and_the_precision_of_its_own_forward_pass(name, options, autocast):
     towers, batches = CALLS[name]
     model = build_model(**FIRST_SEGMENT, **towers, dropout=0.1, attention_dropout=0.1).train()
     recomputing_model = build_model(**FIRST_SEGMENT, **towers, **options, dropout=0.1, attention_dropout=0.1).train()
 
-    expected = gradients(model, *batches)
-    actual = gradients(recomputing_model, *batches)
+    expected = gradients(model, *batches, autocast=autocast)
+    actual = gradients(recomputing_model, *batches, autocast=autocast)
 
     assert actual.keys() == expected.keys()
     for key, gradient in expected.items():
         torch.testing.assert_close(actual[key], gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_recomputation_works_in_ddp_that_looks_for_unused_parameters(tmp_path):
+    """configs/finetune.yaml sets find_unused_parameters: the head of masked tokens has no part in a classification."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(build_model(checkpoint_activations=True), find_unused_parameters=True)
+        model(FIRST, classification_head_name="head")[0].sum().backward()
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("options", [{}, {"checkpoint_activations": True}, {"feed_forward_tokens": 16}])
