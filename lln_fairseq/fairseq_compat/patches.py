@@ -14,12 +14,14 @@ from types import TracebackType
 from typing import Any
 
 import fairseq.dataclass.utils
+import torch.distributed as dist
 from fairseq import checkpoint_utils
 from fairseq.dataclass.constants import ChoiceEnum, StrEnum, StrEnumMeta
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.tasks.fairseq_task import StatefulContainer
 from fairseq.trainer import Trainer
+from fairseq.utils import move_to_cpu
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from lln_fairseq.attention.registry import did_you_mean
@@ -64,6 +66,10 @@ def install(run_worker: Callable) -> None:
     # tests/checkpoints/test_reading.py::test_code_in_a_checkpoint_does_not_run
     _wrap(checkpoint_utils, "load_checkpoint_to_cpu", _load_checkpoint_to_cpu)
 
+    # fairseq/distributed/utils.py:595: several workers of a regression need CUDA, and fail with long logging outputs.
+    # tests/training/test_two_workers.py::test_two_workers_correlate_all_rows_of_a_regression
+    _wrap(distributed_utils, "all_gather_list", _all_gather_list)
+
     # fairseq/trainer.py:797: an update without masks has the loss NaN, and a run that NaN stops does not say where.
     # tests/tasks/test_one_mask.py::test_run_on_short_rows_has_finite_losses_and_resumes_exactly
     _wrap(Trainer, "train_step", start.train_step)
@@ -101,6 +107,18 @@ def _wrap(owner: Any, name: str, replacement: Callable) -> None:
 def _load_checkpoint_to_cpu(original: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Load a checkpoint without executing code from it. `original` is not called."""
     return reading.load_checkpoint(*args, **kwargs)
+
+
+def _all_gather_list(original: Callable, data: Any, group: Any = None, max_size: int = 0) -> list[Any]:
+    """Return the `data` of every worker, with tensors on the CPU. `original` is not called, and max_size is ignored.
+
+    fairseq always gathers through a tensor of max_size bytes on a GPU.
+    """
+    if group is None:
+        group = distributed_utils.get_global_group()
+    gathered: list[Any] = [None] * distributed_utils.get_world_size(group)
+    dist.all_gather_object(gathered, move_to_cpu(data), group)
+    return gathered
 
 
 @exit_with_one_line()

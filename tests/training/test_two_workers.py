@@ -8,7 +8,16 @@ from fairseq.logging.progress_bar import _tensorboard_writers
 
 from lln_fairseq.analysis.events import read_curves
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily
-from tests.fairseq_runs import CLASSIFICATION, LLN, TRAINING, make_classification, read_log, split_options, train
+from tests.fairseq_runs import (
+    CLASSIFICATION,
+    LLN,
+    TRAINING,
+    make_classification,
+    read_log,
+    split_options,
+    train,
+    write_scores,
+)
 from tests.workers import DISTRIBUTED, free_port, start_training
 
 SCORED = split_options("--criterion lln_sentence_prediction --dropout 0 --attention-dropout 0 --probe-interval 3")
@@ -61,6 +70,20 @@ def test_two_workers_log_the_same_as_one_and_resume(tmp_path, monkeypatch):
     train(monkeypatch, tmp_path / "resumed.log", data, tmp_path / "two", *resume_options)
     state = load_checkpoint_lazily(str(tmp_path / "two" / "checkpoint_last.pt"))["extra_state"]["train_iterator"]
     assert state["iterations_in_epoch"] == 2 * 6  # one worker has now processed the batches of both
+
+
+@pytest.mark.exhaustive
+def test_two_workers_correlate_all_rows_of_a_regression(tmp_path, monkeypatch):
+    data = make_classification(tmp_path / "data")
+    write_scores(data)
+    regression = split_options("--num-classes 1 --regression-target --lr 1e-9")  # the batches of both runs differ
+    two = train_with_two_workers(data, tmp_path / "two", *regression, "--batch-size", 4)
+    single_options = (*OPTIONS, *regression, "--tensorboard-logdir", tmp_path / "one" / "tb")
+    one = train(monkeypatch, tmp_path / "log", data, tmp_path / "one", *single_options)
+
+    assert len(two["train"]) == len(one["train"]) == 3
+    for key in ("valid_loss", "valid_pearson", "valid_spearman", "valid_pearson_spearman"):
+        assert float(two["valid"][0][key]) == pytest.approx(float(one["valid"][0][key]), abs=0.011), key
 
 
 @pytest.mark.exhaustive
