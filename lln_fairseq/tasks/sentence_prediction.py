@@ -138,9 +138,9 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
     def load_dataset(self, split: str, combine: bool = False, **kwargs: Any) -> Any:
         """Load a split into self.datasets, and return the data set. It is shuffled unless --no-shuffle is set.
 
-        With `group_by_length`, a shuffled data set is sorted by length, and rows of the same length stay shuffled. A
-        warning says how many rows are cut to max_positions, if any are. Cut rows keep </s>, see `cut_sample`. With
-        `combine`, the data of split1, split2, ... are appended.
+        With `group_by_length`, a shuffled split whose name begins with "train" is sorted by length, and rows of the
+        same length stay shuffled. A warning says how many rows are cut to max_positions, if any are. Cut rows keep
+        </s>, see `cut_sample`. With `combine`, the data of split1, split2, ... are appended.
 
         UserError is raised if files of the split are damaged, do not fit the dictionaries or have different numbers of
         rows, if a training split has no labels, or if two_towers or strip_eos does not fit the inputs.
@@ -158,7 +158,8 @@ class LLNSentencePredictionTask(HookedTask, SentencePredictionTask):
                 f"split '{split}' of {self.cfg.data}: {cut_rows} of {len(dataset)} rows ({share:.1%}) are cut to "
                 f"{self.cfg.max_positions} tokens (task.max_positions)"
             )
-        if self.cfg.group_by_length and isinstance(dataset, SortDataset):
+        # Validations stay in random order, because dataset.max_valid_steps takes their first batches.
+        if self.cfg.group_by_length and split.startswith("train") and isinstance(dataset, SortDataset):
             # The last key is the primary one. The random key before it orders rows of the same length; fairseq shuffles
             # the batches afterwards.
             dataset.sort_order += dataset.sizes

@@ -64,6 +64,15 @@ def test_group_by_length_reduces_padding(tmp_path):
     assert row_ids[True] == row_ids[False]
 
 
+def test_first_batches_of_a_grouped_validation_are_not_the_shortest(tmp_path):
+    """dataset.max_valid_steps validates on the first batches only."""
+    data = make_classification(tmp_path, sizes=(("train", 160), ("valid", 160)))
+    task = make_classifier("lln_sentence_prediction", data, group_by_length=True)
+    longest = [batch["net_input"]["src_tokens"].shape[1] for batch in load_batches(task, "valid")]
+    assert max(longest[:5]) > 35
+    assert longest != sorted(longest)
+
+
 def load_samples(task, split):
     """Return the samples of a split in the order of the data, as lists of token ids without padding."""
     samples = {}
