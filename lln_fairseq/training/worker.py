@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from fairseq import checkpoint_utils
 from fairseq.data.iterators import BackgroundConsumer
@@ -18,6 +19,7 @@ from lln_fairseq.checkpoints.saving import lock_directory
 from lln_fairseq.errors import TrainingError, UserError, first_line
 
 LONGEST_BATCH = 10  # seconds to wait for a batch; torch notices an interrupted loader process after five
+NO_GPU = "cannot start a worker for each GPU: torch finds no GPU here. On CPUs, use torchrun with run=cpu_workers"
 
 
 @contextmanager
@@ -77,10 +79,16 @@ def find_workers(cfg: Any) -> None:
     workers = distributed.distributed_world_size
     try:
         distributed_utils.infer_init_method(distributed)
-    except AssertionError as error:
+    except ZeroDivisionError:  # fairseq divides the ranks of torchrun's workers by the number of GPUs
+        raise UserError(NO_GPU) from None
+    except (AssertionError, TypeError) as error:
+        reason = "SLURM_NTASKS is not set" if isinstance(error, TypeError) else error
         raise UserError(
-            f"cannot start {workers} workers: {error}. A Slurm job needs one task per node (--ntasks-per-node=1)"
+            f"cannot start {workers} workers: {reason}. A Slurm job needs one task per node (--ntasks-per-node=1)"
         ) from error
+    spawns = distributed.distributed_init_method is not None and not distributed.distributed_no_spawn
+    if spawns and torch.cuda.device_count() == 0:  # fairseq would spawn no process, and end with exit code 0
+        raise UserError(NO_GPU)
     if workers > 1 and distributed.distributed_init_method is None and not distributed.tpu:
         raise UserError(
             f"distributed_training.distributed_port is set, but nothing has started {workers} workers: use srun in a "

@@ -93,6 +93,7 @@ def distributed(**options):
 
 
 SLURM = {"distributed_port": 29500, "distributed_world_size": 2}  # as in configs/run/slurm.yaml
+TORCHRUN = {"MASTER_ADDR": "first", "MASTER_PORT": "29500", "WORLD_SIZE": "16", "RANK": "8"}
 
 
 @pytest.mark.parametrize("node", [0, 1])
@@ -111,7 +112,7 @@ def test_slurm_starts_a_worker_for_each_gpu_of_every_node(node, tmp_path, monkey
 
 def test_torchrun_replaces_the_number_of_workers_of_a_recipe(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    for name, value in {"MASTER_ADDR": "first", "MASTER_PORT": "29500", "WORLD_SIZE": "16", "RANK": "8"}.items():
+    for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     cfg = distributed(distributed_world_size=8)  # run=gpu8
 
@@ -138,6 +139,25 @@ def test_bf16_of_fairseq_train_starts_all_workers(corpus, tmp_path, monkeypatch)
 def test_slurm_job_with_a_task_for_each_gpu_is_rejected(tmp_path, monkeypatch):
     slurm_node(tmp_path, monkeypatch, 0, SLURM_NTASKS=16)
     with pytest.raises(UserError, match=r"cannot start 2 workers: 8, 2, 2. .* one task per node"):
+        find_workers(distributed(**SLURM))
+
+
+def test_slurm_job_without_a_number_of_tasks_is_rejected(tmp_path, monkeypatch):
+    slurm_node(tmp_path, monkeypatch, 0)
+    monkeypatch.delenv("SLURM_NTASKS")
+    with pytest.raises(UserError, match=r"cannot start 8 workers: SLURM_NTASKS is not set\. .*--ntasks-per-node=1"):
+        find_workers(distributed(distributed_world_size=8))
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "torchrun"])
+def test_launcher_on_a_machine_without_gpu_is_rejected(launcher, tmp_path, monkeypatch):
+    if launcher == "slurm":
+        slurm_node(tmp_path, monkeypatch, 0)
+    else:
+        for name, value in TORCHRUN.items():
+            monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UserError, match=r"cannot start a worker for each GPU: torch finds no GPU here"):
         find_workers(distributed(**SLURM))
 
 
