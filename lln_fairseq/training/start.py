@@ -21,6 +21,7 @@ functions of this module in the place of fairseq's, which they get as the argume
                                         start_run, continued: ends with one line and a fixed exit code
 """
 
+import copy
 import functools
 import importlib.util
 import logging
@@ -40,6 +41,7 @@ from lln_fairseq.checkpoints.compatibility import check_compatibility
 from lln_fairseq.checkpoints.config import KNOWN, config_yaml
 from lln_fairseq.checkpoints.reading import load_checkpoint_lazily, plugin_state
 from lln_fairseq.checkpoints.run_tokenizer import save_tokenizer
+from lln_fairseq.checkpoints.saving import LAST
 from lln_fairseq.errors import UserError
 from lln_fairseq.files import write_bytes
 from lln_fairseq.training import settings, worker
@@ -131,7 +133,7 @@ def prepare_training(original: Callable, cfg: Any, trainer: Trainer, **kwargs: A
     if isinstance(task, HookedTask) and not trainer.cfg.dataset.disable_validation:
         task.check_validation_splits(trainer.cfg.dataset.valid_subset.split(","))
 
-    extra_state, iterator = original(cfg, trainer, **kwargs)  # calls restore_checkpoint
+    extra_state, iterator = original(_hide_initial_model(cfg, trainer), trainer, **kwargs)  # calls restore_checkpoint
 
     is_first = worker.is_first_worker()
     saves = is_first and not cfg.no_save
@@ -152,6 +154,18 @@ def prepare_training(original: Callable, cfg: Any, trainer: Trainer, **kwargs: A
     if is_first:
         log_summary(trainer, iterator)
     return extra_state, iterator
+
+
+def _hide_initial_model(cfg: Any, trainer: Trainer) -> Any:
+    """Return the checkpoint options, in a copy without finetune_from_model if the run resumes.
+
+    fairseq does not use that option then, but still refuses to combine it with --reset-optimizer and the like.
+    """
+    last = Path(cfg.save_dir, f"checkpoint_last{trainer.checkpoint_suffix}.pt")
+    if cfg.restore_file == LAST and last.is_file():
+        cfg = copy.deepcopy(cfg)
+        cfg.finetune_from_model = None
+    return cfg
 
 
 def restore_checkpoint(

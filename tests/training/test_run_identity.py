@@ -20,6 +20,7 @@ from tests.fairseq_runs import (
     hydra_train,
     make_classification,
     make_dictionary,
+    read_log,
     sentences,
     split_options,
     train,
@@ -339,6 +340,16 @@ def test_resume_compares_content_of_initial_model(initial_models, tmp_path):
     initial_models.assert_rejected(run, "--finetune-from-model", model)
     model.unlink()  # a missing file cannot be compared
     assert initial_models.train(run, 3, "--finetune-from-model", model) == start
+
+
+def test_finetuning_resumes_with_meters_or_dataloader_reset(initial_models, tmp_path):
+    run = tmp_path / "finetuned"
+    options = ("--finetune-from-model", initial_models.a)
+    start = initial_models.train(run, 1, *options)
+    for update, changes in ((2, ("--reset-meters",)), (3, ("--reset-dataloader", "--seed", 4))):
+        assert initial_models.train(run, update, *options, *changes) == start
+        log = read_log((tmp_path / f"{update}.log").read_text())
+        assert log["train"][0]["num_updates"] == str(update)
 
 
 def test_initial_model_in_save_dir_is_not_resumed(initial_models, tmp_path):
