@@ -167,6 +167,8 @@ def hparams_columns(config: Mapping[str, Any]) -> dict[str, float | str]:
     for kind in ("fp16", "bf16", "amp"):
         if config["common"][kind]:
             settings["precision"] = kind
+    if plain_options(config["task"]).get("autocast"):
+        settings["precision"] = "fp32 with autocast to bf16"
     columns: dict[str, float | str] = {}
     for key, value in settings.items():
         if isinstance(value, list) and len(value) == 1:

@@ -131,7 +131,7 @@ def test_overflows_show_in_inverse_loss_scale(corpus, tmp_path, monkeypatch, hal
 
 
 def test_settings_are_written_for_hparams_tab(corpus, tmp_path, monkeypatch):
-    run(monkeypatch, corpus, tmp_path, "--lr", 0.002)
+    run(monkeypatch, corpus, tmp_path, "--lr", 0.002, "--autocast")
 
     files = (tmp_path / "tb").glob("events.out.tfevents.*")
     (value,) = read_summaries(files, SESSION_START_INFO_TAG)
@@ -140,5 +140,5 @@ def test_settings_are_written_for_hparams_tab(corpus, tmp_path, monkeypatch):
     assert settings["optimization.max_update"].number_value == 6
     assert settings["common.seed"].number_value == 3
     assert settings["model.attention"].string_value == "lln_diag"
-    assert settings["precision"].string_value == "fp32"
+    assert settings["precision"].string_value == "fp32 with autocast to bf16"
     assert "task.mask_whole_words" not in settings  # it is off
