@@ -33,6 +33,7 @@ find_python() {
 
 use_environment() {
     local argument venv="" python start=$SECONDS stamp fingerprint timer code=0
+    [ "$(uname -sm)" = "Linux x86_64" ] || fail "x86-64 Linux is needed (fairseq has wheels for it alone), this is $(uname -sm)"
     arguments=()
     for argument in "$@"; do
         if [ "$argument" = --no-venv ]; then venv=none; else arguments+=("$argument"); fi
@@ -45,7 +46,10 @@ use_environment() {
         if ! is_supported .venv/bin/python; then
             python=$(find_python) || exit 1
             echo "creating .venv with $("$python" --version)"
-            run "$python" -m venv --clear .venv || fail "cannot create .venv: is Python's venv module installed?"
+            run "$python" -m venv --clear .venv || {
+                rm -rf .venv # it may have a Python without pip
+                fail "cannot create .venv: is Python's venv module installed?"
+            }
         fi
         export PATH="$PWD/.venv/bin:$PATH" VIRTUAL_ENV="$PWD/.venv"
         python=.venv/bin/python
@@ -55,6 +59,7 @@ use_environment() {
 parts = [pathlib.Path(name).read_bytes() for name in ("requirements.txt", "setup.py")]
 print(sys.version_info[:2], pathlib.Path.cwd(), hashlib.sha256(b"".join(parts)).hexdigest())')
     if [ "$(cat "$stamp" 2>/dev/null)" != "$fingerprint" ]; then
+        "$python" -m pip --version >/dev/null 2>&1 || fail "$python has no pip: remove .venv if it is from an interrupted installation"
         echo "installing the packages of requirements.txt (about a minute, longer if torch includes CUDA)"
         while sleep 30 >/dev/null 2>&1; do echo "still installing, after $((SECONDS - start)) seconds"; done &
         timer=$!

@@ -21,7 +21,7 @@ if [ "${1:-}" = --pack ]; then
     git -C "$root" status --porcelain -- . ':!docs' ':!tests' >>"$folder/COMMIT"
     "$python" -m pip wheel --quiet --no-deps --wheel-dir "$folder/wheels" --constraint "$root/requirements.txt" \
         ve-fairseq hydra-core omegaconf antlr4-python3-runtime==4.9.3 bitarray sacrebleu portalocker tabulate \
-        sentencepiece tiktoken
+        sentencepiece tiktoken pyyaml tqdm regex
     du -sh "$folder"
     exit
 fi

@@ -143,7 +143,7 @@ def time_text(checkpoints: dict[str, Path], data: str, length: int) -> dict[str,
     """Return the medians of the times in ms of a text of `length` tokens on one thread, by the name of the model."""
     torch.set_num_threads(1)
     tokens = random_tokens(length)[None]
-    calls = {name: partial(loaded_logits, load(path, data), tokens) for name, path in checkpoints.items()}
+    calls = {name: partial(loaded_logits, load(path, data, device="cpu"), tokens) for name, path in checkpoints.items()}
     times = interleaved(calls, "cpu", TIMED[length])
     return {name: statistics.median(passed) for name, passed in times.items()}
 
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/quickstart.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--archive", help="local copy of the demo's source archive, for machines without a network")
+    parser.add_argument("--archive", help="local copy of the demo's source archive")
     parser.add_argument("--data", default="data-bin/demo", help="directory of the demo data (default: %(default)s)")
     parser.add_argument("--out", default="runs/quickstart", help="checkpoints, logs, pictures (default: %(default)s)")
     parser.add_argument("--updates", type=int, help="maximum updates of each run, to try everything quickly")
