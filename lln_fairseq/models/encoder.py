@@ -159,11 +159,12 @@ def _recompute(forward: Callable[..., Tensor], offload: bool, x: Tensor, *args: 
         return forward(x, *args)
     device = x.device
 
-    def compute(kept: Tensor) -> Tensor:
+    def compute(kept: Tensor, on_device: Tensor) -> Tensor:
         return forward(kept.to(device, non_blocking=True), *args)
 
     kept = x.to("cpu", non_blocking=True) if offload else x
-    return checkpoint(compute, kept, use_reentrant=False)
+    # The empty tensor is there because torch restores the random numbers of the devices that the tensors are on.
+    return checkpoint(compute, kept, x.new_empty(0), use_reentrant=False)
 
 
 def _build_replacement_layer(args: Any, cfg: TransformerConfig, attention: str, options: dict[str, Any]) -> nn.Module:

@@ -139,7 +139,8 @@ def lln_diag_attention(
         spec = Spec(AVERAGE, block_size, dropout_p)
         return _match_and_attend(spec, tensors, alpha, beta, backend, scope, constants)
     offset = scalar_per_head(0.0 if mix_parameter is None else mix_parameter, q, "mix_parameter")
-    if q.shape[2] <= block_size and backend == "auto" and q.is_cpu and not torch.is_grad_enabled():
+    is_one_block = q.shape[2] <= block_size and backend == "auto" and q.is_cpu and not torch.is_grad_enabled()
+    if is_one_block and not torch.jit.is_tracing():  # what is traced can run with longer sequences
         # In one block this is softmax, and the offset, α and β, which have no influence, need no gradient here.
         _check_matching(alpha, beta, scope, constants)
         return block_diag_attention(q, k, v, key_padding_mask, block_size, dropout_p)

@@ -60,7 +60,7 @@ def match_moments(
     """
     check_inputs(q, k, k, key_padding_mask)
     backend = choose_backend(backend, Spec(LLN), Inputs(q, k, k, padding=key_padding_mask))
-    if scope != "head" or constants != "calibrated" or backend == FORMULA:
+    if scope != "head" or constants != "calibrated" or backend == FORMULA or is_traced_or_transformed(q, k):
         return match_moments_pytorch(q, k, key_padding_mask, scope, constants)
     table = calibration_table(q.shape[-1], q.device)
     return load_backend(backend).match_moments(q.detach(), k.detach(), key_padding_mask, table)

@@ -134,8 +134,9 @@ def _gradients(ctx: Any, grad: Tensor, *other_gradients: object) -> tuple[Tensor
     The gradients of the other outputs are not used, because only the backward pass uses these outputs.
     """
     number = len(Inputs._fields)
-    inputs = ctx.saved_tensors[:number]
-    saved = list(ctx.saved_tensors[number:])
+    tensors = ctx.saved_tensors  # once, because activation checkpointing computes them for each access
+    inputs = tensors[:number]
+    saved = list(tensors[number:])
     needed = list(ctx.needs_input_grad[3:6])
     gradients = torch.ops.lln_fairseq.hybrid_attention_backward(grad, *inputs, saved, needed, *ctx.settings)
     scalar_gradients = [x if need else None for x, need in zip(gradients[3:], needed, strict=True)]

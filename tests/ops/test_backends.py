@@ -4,6 +4,7 @@ Triton runs natively if there is a GPU, otherwise in its interpreter on the CPU.
 """
 
 import copy
+import functools
 import itertools
 import multiprocessing
 
@@ -417,6 +418,14 @@ def test_model_can_be_traced_and_exported(name, options):
         assert relative_rms(converted(x), expected) <= FLOAT32_FORWARD
     traced(x).square().sum().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@torch.no_grad()
+def test_trace_of_a_short_sequence_computes_long_ones():
+    attention = functools.partial(lln_diag_attention, mix="joint_offset", block_size=32)
+    traced = torch.jit.trace(lambda q, k, v: attention(q, k, v), random_qkv(length=20))
+    long = random_qkv(length=97)
+    assert relative_rms(traced(*long), attention(*long)) <= FLOAT32_FORWARD
 
 
 @every_mix

@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from lln_fairseq.attention import Context, build_attention
 from lln_fairseq.ops.backends import load_backend
@@ -68,6 +69,7 @@ def compiler():
         ("lln_diag", {"mix": "joint_offset", "block_size": 16}, "aot_eager", True),
         ("lln_diag", {"constants": "paper"}, "aot_eager", False),
         ("lln", {"scope": "batch", "gain": "learned"}, "aot_eager", True),
+        ("lln_diag", {"mix": "joint_offset", "gain": "learned"}, "aot_eager", True),
         ("block_diag", {}, "aot_eager", False),
         ("window", {"block_size": 16}, "aot_eager", True),
         ("window", {"block_size": 16, "band": 20}, "aot_eager", False),
@@ -204,6 +206,18 @@ def test_compiled_dropout_equals_eager_dropout():
 
     actual = output_and_gradients(None, seeded(compiled))
     expected = output_and_gradients(None, seeded(attention))
+    for x, y in zip(actual, expected, strict=True):
+        assert relative_rms(x, y) <= FLOAT32_GRADIENT
+
+
+def test_compiled_attention_can_be_recomputed():
+    compiled = torch.compile(lln_diag_attention, fullgraph=True, backend="eager")
+
+    def recomputed(q, k, v, mask):
+        return checkpoint(compiled, q, k, v, use_reentrant=False)
+
+    actual = output_and_gradients(None, recomputed)
+    expected = output_and_gradients(None, lambda q, k, v, mask: lln_diag_attention(q, k, v))
     for x, y in zip(actual, expected, strict=True):
         assert relative_rms(x, y) <= FLOAT32_GRADIENT
 

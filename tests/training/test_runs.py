@@ -214,7 +214,8 @@ def _call(rank, main, cfg):
 
 
 @pytest.mark.exhaustive
-def test_error_in_spawned_worker_is_one_line(capfd):
+def test_error_in_spawned_worker_is_one_line(capfd, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     cfg = OmegaConf.create(
         {
             "common": {"bf16": False, "tpu": False},
@@ -224,6 +225,7 @@ def test_error_in_spawned_worker_is_one_line(capfd):
                 "distributed_init_method": "env://",
                 "distributed_rank": 0,
                 "distributed_world_size": 1,
+                "distributed_no_spawn": False,
             },
         }
     )

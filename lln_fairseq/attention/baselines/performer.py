@@ -48,12 +48,11 @@ class PerformerAttention(Attention):
         self.register_buffer("projection", self._draw_projection())
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context = NO_CONTEXT) -> Tensor:
-        out = random_feature_attention(q, k, v, self.omega(q.dtype), context.padding)
-        # Passes are counted after the computation and only with gradients: fairseq's activation checkpointing runs
-        # every forward pass once without and once with gradients, and both must see the same features.
-        if self.training and torch.is_grad_enabled():
+        # Activation checkpointing repeats a pass during the backward pass, which must see the same features.
+        is_repeated = torch._C._current_graph_task_id() != -1
+        if self.training and torch.is_grad_enabled() and not is_repeated:
             self._count_forward()
-        return out
+        return random_feature_attention(q, k, v, self.omega(q.dtype), context.padding)
 
     def attention_matrix(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         phi_q, phi_k = self.feature_maps(q, k, context)
@@ -83,10 +82,10 @@ class PerformerAttention(Attention):
         self.seed, self.forwards = state.tolist()
 
     def _count_forward(self) -> None:
-        """Count a training pass. After every `redraw_every` passes, draw a new projection in place."""
-        self.forwards += 1
-        if self.config.redraw_every and self.forwards % self.config.redraw_every == 0:
+        """Count a training pass that begins. After every `redraw_every` passes, draw a new projection in place."""
+        if self.config.redraw_every and self.forwards and self.forwards % self.config.redraw_every == 0:
             self.projection.copy_(self._draw_projection())
+        self.forwards += 1
 
     def _draw_projection(self) -> Tensor:
         """Draw ω (M, D) in float32 from the seed and the number of training passes.

@@ -72,6 +72,8 @@ def _reason_against(form: str, block_size: int, dtype: torch.dtype, dim: int, de
         return f"The Triton kernels support the head dims {HEAD_DIMS}, not {dim}."
     if device.type != "cuda" and not (tiles.INTERPRETED and device.type == "cpu"):
         return f"The Triton kernels need CUDA, not {device.type}."
+    if torch.version.hip is not None:
+        return "The Triton kernels support NVIDIA's GPUs only."
     if not tiles.INTERPRETED and tiles.capability(device) < 80:
         return "The Triton kernels need compute capability 8.0: Triton does not use the tensor cores of older GPUs."
     if not tiles.INTERPRETED and dtype.itemsize * dim == 512 and shared_memory(device) < 147456:

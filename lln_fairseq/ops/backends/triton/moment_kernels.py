@@ -80,8 +80,9 @@ def _store_matched(
         count: the number of elements of q, and also of k.
         square_q, square_k: Σ (x - mean)² of q and of k. If one of them is NaN, so are α and β.
     """
-    sigma_q = tl.maximum(tl.sqrt(square_q / tl.maximum(count, 1.0)), MIN_SIGMA)
-    sigma_k = tl.maximum(tl.sqrt(square_k / tl.maximum(count, 1.0)), MIN_SIGMA)
+    # On a GPU, tl.maximum returns the other number for a NaN unless it is told to propagate it.
+    sigma_q = tl.maximum(tl.sqrt(square_q / tl.maximum(count, 1.0)), MIN_SIGMA, tl.PropagateNan.ALL)
+    sigma_k = tl.maximum(tl.sqrt(square_k / tl.maximum(count, 1.0)), MIN_SIGMA, tl.PropagateNan.ALL)
     log_s = 2.0 * (tl.log(sigma_q) + tl.log(sigma_k))
     log_sigma2 = _interpolate_table(log_s_table, log_sigma2_table, log_s, SIZE, SIZE_2)
     log_sigma2 = tl.where(log_sigma2 > LOG_SIGMA2_LIMIT, LOG_SIGMA2_LIMIT, log_sigma2)
