@@ -19,15 +19,30 @@ from scripts.train_tasks import compose_config
 ROOT = Path(__file__).parents[2]
 
 
+OTHER_MACHINES = {
+    "an old Python": (
+        "Linux x86_64",
+        "error: Python 3.11 or 3.12 is needed (fairseq has wheels for these); on the PATH: python3=3.9.2\n",
+    ),
+    "macOS": (
+        "Darwin arm64",
+        "error: x86-64 Linux is needed (fairseq has wheels for it alone), this is Darwin arm64\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("machine", OTHER_MACHINES)
 @pytest.mark.parametrize("script", ["quickstart.sh", "test.sh"])
-def test_script_names_an_unsupported_python(script, tmp_path):
+def test_script_names_what_it_needs(script, machine, tmp_path):
+    system, message = OTHER_MACHINES[machine]
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     (tmp_path / "bin").mkdir()
     for name in ("bash", "dirname"):
         (tmp_path / "bin" / name).symlink_to(shutil.which(name))
-    old_python = tmp_path / "bin" / "python3"
-    old_python.write_text('#!/bin/bash\ncase "$2" in *sys.exit*) exit 1;; *) echo 3.9.2;; esac\n')
-    old_python.chmod(0o755)
+    commands = {"python3": 'case "$2" in *sys.exit*) exit 1;; *) echo 3.9.2;; esac', "uname": f"echo {system}"}
+    for name, content in commands.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{content}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
 
     finished = subprocess.run(
         ["bash", tmp_path / "scripts" / script],
@@ -37,9 +52,7 @@ def test_script_names_an_unsupported_python(script, tmp_path):
     )
 
     assert finished.returncode == 1
-    assert finished.stderr == (
-        "error: Python 3.11 or 3.12 is needed (fairseq has wheels for these); on the PATH: python3=3.9.2\n"
-    )
+    assert finished.stderr == message
     assert not (tmp_path / ".venv").exists()
 
 
