@@ -41,7 +41,7 @@ def summarize(search: Search, entry: Entry | None, final: dict[str, Any] | None,
         f"rows (change, 95 % interval: {final['score'] - final['original']:+.1f} ± {final['half_width']:.1f})"
     )
     speed = f"{final['times_as_fast']:.2f} times as fast ({before:.1f} -> {after:.1f} ms for {tokens})"
-    if _is_unsure(final):
+    if _has_too_few_rows(final):
         quality += ", too few rows to be sure"
     if chosen:
         return f"yes: {entry.model} in {entry.runtime} is {speed}; {quality}"
@@ -50,8 +50,8 @@ def summarize(search: Search, entry: Entry | None, final: dict[str, Any] | None,
     return f"no: {entry.model} in {entry.runtime} is {speed}, but loses too much: {quality}"
 
 
-def _is_unsure(final: dict[str, Any]) -> bool:
-    """Return True if the interval is wider than the limit, which lies in it."""
+def _has_too_few_rows(final: dict[str, Any]) -> bool:
+    """Return True if the drop can be more or less than the limit, because the interval is wider than it."""
     half_width = final["half_width"]
     return bool(half_width > final["limit"] and abs(final["drop"] - final["limit"]) < half_width)
 
@@ -82,7 +82,7 @@ def caveats(search: Search, final: dict[str, Any] | None) -> list[str]:
     """Return what a reader of the numbers must know."""
     lines = list(search.notes)
     lines.append("If the model was trained with these rows, they flatter it: give rows that it has not seen.")
-    if final is not None and _is_unsure(final) and final["limit"] > 0:
+    if final is not None and _has_too_few_rows(final) and final["limit"] > 0:
         needed = rows_needed(final["rows"], final["half_width"], final["limit"])
         lines.append(
             f"The interval is wider than the limit of {final['limit']:g} points: it would take about {needed:,} "

@@ -51,7 +51,7 @@ class Trial:
 
     Attributes:
         candidate: the attention.
-        distance: of its outputs from the original's, before any training.
+        distance: of its outputs from the original's, before any training; see `Linearizer.distance`.
         step_seconds: of a step of the stages "transfer" and "distillation".
         seconds: that swapping, exporting and measuring it took.
         steps: of each stage, once it is trained.
@@ -125,13 +125,13 @@ class Search:
         self.plan: dict[str, int] = {}
 
     def run(self) -> Entry | None:
-        """Return the fastest model that is good enough on the validation rows, or None."""
+        """Try other runtimes, then other attentions, and return the result of `choose`."""
         self.try_runtimes()
         self.try_attentions()
         return self.choose()
 
     def left(self) -> float:
-        """Return the seconds that are left of --minutes."""
+        """Return the seconds that are left of --minutes after this and earlier runs; they can be negative."""
         return 60 * self.args.minutes - self.journal.seconds()
 
     def score(self, entry: Entry) -> None:
@@ -152,6 +152,7 @@ class Search:
         return entry.drop is not None and entry.drop <= self.original.quality("valid").limit
 
     def load(self, entry: Entry) -> Outputs:
+        """Load the model of an entry, and return the function from rows to its outputs."""
         if entry.runtime == OWN:
             return own_runtime(load_text_model(entry.directory))
         return load_served(entry.directory, entry.runtime, self.original.longest, self.original.is_encoder)
@@ -159,7 +160,7 @@ class Search:
     # The same attention in another runtime
 
     def try_runtimes(self) -> None:
-        """Time and score the unchanged model in other runtimes and precisions."""
+        """Time the unchanged model in other runtimes and precisions, and score it where it is faster."""
         self.entries[0].score = self.original.quality("valid").score(self.original.quality("valid").original)
         directory = self.folder / UNCHANGED
         reason = self.journal.once("no ONNX", self._reason_against_onnx)
@@ -210,7 +211,7 @@ class Search:
     # Other attentions
 
     def try_attentions(self) -> None:
-        """Time the candidates, train those that are faster, and score them."""
+        """Time the candidates, train and score the nearest that are faster, and call `restore_softmax`."""
         if self.args.attentions:
             candidates = [parse_candidate(spec) for spec in self.args.attentions]
         else:
@@ -238,7 +239,7 @@ class Search:
         return False
 
     def swap(self, candidate: Candidate) -> Entry:
-        """Time a candidate without training, and return its fastest runtime."""
+        """Give a copy of the original the new attention, export it untrained, time it, and return its fastest entry."""
         folder = self.folder / candidate.folder
 
         def compute() -> dict[str, Any]:
@@ -281,7 +282,7 @@ class Search:
         return min(self.entries_of(candidate), key=lambda entry: entry.milliseconds)
 
     def training_seconds(self, candidate: Candidate) -> tuple[float, float]:
-        """Estimate the time of STEPS steps of each stage of a candidate, and that of exporting and scoring it.
+        """Estimate the time of STEPS steps of both stages together, and that of exporting and scoring the candidate.
 
         The candidate must have been swapped in, which times its steps.
         """
@@ -322,7 +323,7 @@ class Search:
         return [candidate for candidate in faster if candidate.name in self.plan]
 
     def train(self, candidate: Candidate) -> Entry:
-        """Train a candidate, and return its fastest entry, which is scored."""
+        """Train a candidate, and score and return its fastest entry. The times stay those of the untrained model."""
         folder = self.folder / candidate.folder
         steps = self.plan[candidate.name]
 
@@ -369,13 +370,13 @@ class Search:
     # The choice
 
     def choose(self) -> Entry | None:
-        """Return the fastest entry that is good enough and can be served, or None."""
+        """Return the fastest entry that is good enough on the validation rows and was exported, or None."""
         good = [entry for entry in self.entries[1:] if entry.runtime != OWN and self.is_good(entry)]
         faster = [entry for entry in good if WORTH * entry.milliseconds <= self.original.milliseconds]
         return min(faster, key=lambda entry: entry.milliseconds, default=None)
 
     def report_on(self, entry: Entry) -> dict[str, Any]:
-        """Return an entry's scores on the test rows, their interval, and its times beside the original's."""
+        """Return an entry's scores on the test rows, the interval of its drop, and its times beside the original's."""
         model = self.load(entry)
         count = self.journal.once("test rows", partial(self._count_test_rows, entry, model))
         self.original.scored["test"] = self.original.first_rows("test", count)
@@ -405,7 +406,8 @@ class Search:
     def _count_test_rows(self, entry: Entry, model: Outputs) -> int:
         """Return how many test rows to score: enough to tell a drop of the limit from none, if there is time.
 
-        How many that are is estimated from the validation rows. The rows for which time was kept are always scored.
+        How many that are is estimated from the validation rows. At least the rows in `original.scored` are scored, for
+        which `steps_for` kept time.
         """
         quality = self.original.quality("valid")
         valid = self.original.outputs_of(entry.name, model, "valid")

@@ -133,7 +133,8 @@ def prepare_training(original: Callable, cfg: Any, trainer: Trainer, **kwargs: A
     if isinstance(task, HookedTask) and not trainer.cfg.dataset.disable_validation:
         task.check_validation_splits(trainer.cfg.dataset.valid_subset.split(","))
 
-    extra_state, iterator = original(_hide_initial_model(cfg, trainer), trainer, **kwargs)  # calls restore_checkpoint
+    checkpoint_cfg = _hide_initial_model(cfg, trainer)
+    extra_state, iterator = original(checkpoint_cfg, trainer, **kwargs)  # calls restore_checkpoint
 
     is_first = worker.is_first_worker()
     saves = is_first and not cfg.no_save
@@ -229,7 +230,8 @@ def _load_error_reason(cause: BaseException | None) -> str:
 def train_step(original: Callable, trainer: Trainer, samples: list[Any], raise_oom: bool = True) -> Any:
     """Let the task prepare this worker's batches of an update, and make the update. Replaces Trainer.train_step.
 
-    `raise_oom` is ignored: without it, fairseq would drop a batch for which the memory does not suffice.
+    UserError is raised if the memory does not suffice. Without raise_oom, fairseq would drop the batch, so this argument,
+    which fairseq passes when it repeats an update, is ignored.
     """
     if isinstance(trainer.task, HookedTask):
         trainer.task.before_update(samples, trainer.get_num_updates(), trainer.device)
@@ -239,10 +241,13 @@ def train_step(original: Callable, trainer: Trainer, samples: list[Any], raise_o
     except RuntimeError as error:
         if "out of memory" not in str(error):
             raise
+        size = ""
         shapes = [sample["net_input"]["src_tokens"].shape for sample in samples if sample]
-        rows, tokens = max(shapes, key=math.prod, default=(0, 0))
+        if shapes:
+            rows, tokens = max(shapes, key=math.prod)
+            size = f": its largest batch has {rows} rows of {tokens} tokens"
         raise UserError(
-            f"update {trainer.get_num_updates() + 1} does not fit into memory: its largest batch has {rows} rows of "
-            f"{tokens} tokens. Use a smaller {both_names('dataset.batch_size')} with a larger "
-            f"{both_names('optimization.update_freq')}, or {both_names('model.checkpoint_activations')}"
+            f"update {trainer.get_num_updates() + 1} does not fit into memory{size}. Use a smaller "
+            f"{both_names('dataset.batch_size')} with a larger {both_names('optimization.update_freq')}, or "
+            f"{both_names('model.checkpoint_activations')}"
         ) from error
