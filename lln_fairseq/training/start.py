@@ -230,8 +230,8 @@ def _load_error_reason(cause: BaseException | None) -> str:
 def train_step(original: Callable, trainer: Trainer, samples: list[Any], raise_oom: bool = True) -> Any:
     """Let the task prepare this worker's batches of an update, and make the update. Replaces Trainer.train_step.
 
-    UserError is raised if the memory does not suffice. Without raise_oom, fairseq would drop the batch, so this argument,
-    which fairseq passes when it repeats an update, is ignored.
+    UserError is raised if the memory does not suffice. Without raise_oom, fairseq would drop the batch, so this
+    argument, which fairseq passes when it repeats an update, is ignored.
     """
     if isinstance(trainer.task, HookedTask):
         trainer.task.before_update(samples, trainer.get_num_updates(), trainer.device)
